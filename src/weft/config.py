@@ -1,0 +1,85 @@
+"""Every setting: default, unit, meaning, validation. The only reader of TOML files and `WEFT_*` variables.
+
+    settings = load_settings()                       # defaults, then WEFT_CHUNK_BYTES and friends
+    settings = load_settings(Path("weft.toml"))      # defaults, then the file's [weft] table, then the variables
+"""
+
+from __future__ import annotations
+
+import os
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+from weft.errors import ConfigError
+
+MIB = 1 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """Settings of planning and scheduling; integers, in the unit their name ends with."""
+
+    chunk_bytes: int = 64 * MIB
+    """Most bytes one scheduled Chunk carries."""
+    min_write_bytes: int = 256 * 1024
+    """Runs shorter than this are packed into a slot instead of being written one by one."""
+    max_staging_bytes: int = 2048 * MIB
+    """Bytes of slots one trainer rank may have in flight (packed, converted, not yet written)."""
+
+
+_LIMITS = {
+    "chunk_bytes": (64 * 1024, 1 << 32),
+    "min_write_bytes": (1, 1 << 32),
+    "max_staging_bytes": (64 * 1024, 1 << 42),
+}
+
+
+def load_settings(path: Path | None = None, env: Mapping[str, str] | None = None) -> Settings:
+    """Defaults, overridden by a file, overridden by `WEFT_*` variables."""
+    settings = Settings()
+    if path is not None:
+        table = read_toml(path).get("weft", {})
+        settings = _override(settings, table, where=f"`{path}` [weft]")
+    variables = os.environ if env is None else env
+    given = {
+        field.name: variables[f"WEFT_{field.name.upper()}"]
+        for field in fields(Settings)
+        if f"WEFT_{field.name.upper()}" in variables
+    }
+    return _override(settings, given, where="environment")
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """A TOML file as a dictionary, with errors that name the file."""
+    try:
+        with path.open("rb") as file:
+            return tomllib.load(file)
+    except OSError as error:
+        raise ConfigError(f"cannot read `{path}`: {error.strerror}") from error
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"`{path}` is not TOML: {error}") from error
+
+
+def _override(settings: Settings, given: Mapping[str, Any], *, where: str) -> Settings:
+    values = {}
+    for name, value in given.items():
+        if name not in _LIMITS:
+            raise ConfigError(f"{where}: unknown setting `{name}`", hint=f"settings: {', '.join(_LIMITS)}")
+        least, most = _LIMITS[name]
+        try:
+            number = int(value)
+        except (TypeError, ValueError):
+            raise ConfigError(f"{where}: {name} is {value!r}", hint="expected a whole number of bytes") from None
+        if not least <= number <= most:
+            raise ConfigError(f"{where}: {name} is {number}", hint=f"expected {least} to {most}")
+        values[name] = number
+    changed = replace(settings, **values)
+    if changed.chunk_bytes > changed.max_staging_bytes:
+        raise ConfigError(
+            f"{where}: chunk_bytes ({changed.chunk_bytes}) exceeds max_staging_bytes ({changed.max_staging_bytes})",
+            hint="a chunk must fit into the staging budget",
+        )
+    return changed

@@ -1,0 +1,286 @@
+"""Who sends: the policies that choose a sender when several ranks hold the same bytes.
+
+`balanced`     largest first onto the holder whose port is free soonest, fewest-choices first, then refined
+`greedy`       in list order, the holder with the least bytes so far (Chen; rl-weight-broadcast)
+`round_robin`  engine-rank affinity, few sessions per source (miles)
+`rank0`        the lowest rank that holds the bytes: the usual bottleneck, as a baseline
+
+Rows with a single holder have no choice under any policy. All policies are deterministic.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from weft.core.boxes import Ints
+from weft.core.layout import RankGroups
+from weft.core.topology import Topology
+
+MAX_REFINEMENTS = 20
+
+
+class Policy(enum.StrEnum):
+    """Names of the policies, as the command line takes them."""
+
+    BALANCED = "balanced"
+    GREEDY = "greedy"
+    ROUND_ROBIN = "round_robin"
+    RANK0 = "rank0"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Demand:
+    """What has to be sent: rows with their bytes, holders and receivers."""
+
+    row_bytes: NDArray[np.int64]
+    holder_group: NDArray[np.int32]
+    """Group of trainer ranks that hold each row."""
+    receiver_group: NDArray[np.int32]
+    """Group of engine ranks each row goes to."""
+    holders: RankGroups
+    receivers: RankGroups
+    topology: Topology
+    num_replicas: int
+
+    @property
+    def first(self) -> NDArray[np.int64]:
+        """Where each row's routes begin; one entry more than rows."""
+        return np.concatenate([[0], np.cumsum(self.receivers.sizes[self.receiver_group])])
+
+    @property
+    def is_forced(self) -> NDArray[np.bool_]:
+        """Rows with one holder only."""
+        return self.holders.sizes[self.holder_group] == 1
+
+
+def choose_senders(demand: Demand, policy: Policy) -> NDArray[np.int32]:
+    """The sender of every route, rows in order, receivers of a row in rank order."""
+    lowest = demand.holders.members[demand.holders.starts[demand.holder_group]]
+    sender = np.repeat(lowest, np.diff(demand.first))
+    if policy is Policy.RANK0 or demand.is_forced.all():
+        return sender
+    if policy is Policy.GREEDY:
+        _greedy(demand, sender)
+    elif policy is Policy.ROUND_ROBIN:
+        _round_robin(demand, sender)
+    else:
+        _balanced(demand, sender)
+    return sender
+
+
+def fill_order(levels: NDArray[np.float64], cost: NDArray[np.float64], num_items: int) -> NDArray[np.int64]:
+    """Which bin takes each of `num_items` equal items, if every item goes to the lowest bin (ties: first bin).
+
+    An item raises bin i by `cost[i]`. Equal to the one-by-one loop, without the loop.
+    """
+    counts = _water_fill(levels, cost, num_items)
+    bins = np.repeat(np.arange(len(levels)), counts)
+    ends = np.cumsum(counts)
+    nth = np.arange(num_items) - np.repeat(ends - counts, counts)
+    return bins[np.lexsort((bins, levels[bins] + nth * cost[bins]))]
+
+
+def _water_fill(levels: NDArray[np.float64], cost: NDArray[np.float64], num_items: int) -> NDArray[np.int64]:
+    """How many items each bin takes; the largest common level below which whole items fit, then one by one."""
+    order = np.argsort(levels, kind="stable")
+    capacity = np.cumsum(1 / cost[order])
+    pressure = np.cumsum(levels[order] / cost[order])
+    surface = (num_items + pressure) / capacity
+    reached = np.searchsorted(np.append(levels[order][1:], np.inf) >= surface, True)
+    level = surface[reached]
+    counts = np.maximum(np.floor((level - levels) / cost), 0).astype(np.int64)
+    while (excess := int(counts.sum()) - num_items) > 0:  # rounding put the surface a hair too high
+        counts[np.argsort(-(levels + counts * cost), kind="stable")[:excess]] -= 1
+        counts = np.maximum(counts, 0)
+    while (missing := num_items - int(counts.sum())) > 0:
+        lowest = np.argsort(levels + counts * cost, kind="stable")[: min(missing, len(levels))]
+        counts[lowest] += 1
+    return counts
+
+
+def _greedy(demand: Demand, sender: NDArray[np.int32]) -> None:
+    """In row order; the routes of one row are equal items, so a row is one fill."""
+    sent = np.zeros(demand.topology.num_trainers)
+    first = demand.first
+    copies = np.diff(first)
+    total = demand.row_bytes * copies
+    done = 0
+    for row in np.flatnonzero(~demand.is_forced):
+        np.add.at(sent, sender[first[done:row]], total[done:row])
+        holders = demand.holders.of(demand.holder_group[row])
+        size = float(demand.row_bytes[row])
+        order = fill_order(sent[holders], np.full(len(holders), size), int(copies[row]))
+        chosen = holders[order]
+        sender[first[row] : first[row + 1]] = chosen
+        np.add.at(sent, chosen, size)
+        done = row + 1
+
+
+def round_robin_sources(num_sources: int, num_engines: int, ranks_per_engine: int) -> dict[int, list[tuple[int, int]]]:
+    """miles' assignment: for each source the (engine, rank) targets it serves.
+
+    Sources and targets are zipped until one list ends; every remaining target goes to the least loaded source that
+    already serves the same engine rank (its buffers are the same), or else to the next source in turn.
+    """
+    targets = [(engine, rank) for engine in range(num_engines) for rank in range(ranks_per_engine)]
+    served: dict[int, list[tuple[int, int]]] = {source: [] for source in range(num_sources)}
+    for source, target in zip(served, targets, strict=False):
+        served[source].append(target)
+    turn = 0
+    for target in targets[num_sources:]:
+        same_rank = [s for s, given in served.items() if any(rank == target[1] for _, rank in given)]
+        if same_rank:
+            source = min(same_rank, key=lambda s: (len(served[s]), s))
+        else:
+            source = turn % num_sources
+            turn += 1
+        served[source].append(target)
+    return {source: given for source, given in served.items() if given}
+
+
+def _round_robin(demand: Demand, sender: NDArray[np.int32]) -> None:
+    ranks_per_engine = demand.topology.num_engines // demand.num_replicas
+    first = demand.first
+    tables: dict[int, NDArray[np.int64]] = {}
+    for row in np.flatnonzero(~demand.is_forced):
+        holders = demand.holders.of(demand.holder_group[row])
+        if len(holders) not in tables:
+            served = round_robin_sources(len(holders), demand.num_replicas, ranks_per_engine)
+            source_of = np.zeros(demand.topology.num_engines, dtype=np.int64)
+            for source, targets in served.items():
+                source_of[[engine * ranks_per_engine + rank for engine, rank in targets]] = source
+            tables[len(holders)] = source_of
+        receivers = demand.receivers.of(demand.receiver_group[row])
+        sender[first[row] : first[row + 1]] = holders[tables[len(holders)][receivers]]
+
+
+@dataclass(slots=True)
+class _Class:
+    """Routes that are interchangeable: same size, same holders and, where the way matters, same receiver."""
+
+    routes: NDArray[np.int64]
+    bins: NDArray[np.int64]
+    """Exit resource of each holder for these routes."""
+    holders: NDArray[np.int32]
+    cost: NDArray[np.float64]
+    """Seconds one route keeps each holder's exit busy."""
+    counts: NDArray[np.int64]
+
+
+def _balanced(demand: Demand, sender: NDArray[np.int32]) -> None:
+    """Fill class by class, then take each class out and fill it again until the busiest exit stays the same.
+
+    Every refill lowers the sum of squared levels, which for this kind of problem (a separable convex function over
+    who-may-send-what) has no false minima: refining approaches the best balance that exists.
+    """
+    exits = _Exits(demand.topology)
+    exits.add_forced(demand, sender)
+    classes = _classes(demand, exits)
+    for group in classes:
+        exits.fill(group)
+    busiest = exits.level.max()
+    for _ in range(MAX_REFINEMENTS):
+        for group in classes:
+            exits.take_out(group)
+            exits.fill(group)
+        if exits.level.max() >= busiest * (1 - 1e-6):
+            break
+        busiest = exits.level.max()
+    for group in classes:
+        sender[group.routes] = group.holders[_interleave(group.counts)]
+
+
+class _Exits:
+    """How long every sender-side resource is busy: trainer ports, links inside a domain, host uplinks."""
+
+    def __init__(self, topology: Topology) -> None:
+        self._topology = topology
+        ports = topology.port_of(topology.trainer_device)
+        names, self._port = np.unique(ports, return_inverse=True)
+        self._rate = np.concatenate(
+            [topology.port_rate(names), np.full(topology.num_trainers, topology.link_bytes_per_s)]
+        )
+        self._first_link = len(names)
+        self._host = topology.host_of(topology.trainer_device)
+        self._uplink_rate = topology.host.uplink_gbps * 1e9 / 8 or np.inf
+        self._uplink = np.zeros(self._host.max() + 1)
+        self.level = np.zeros(len(self._rate))
+
+    def of(self, holders: NDArray[np.int32], receiver: int | None) -> NDArray[np.int64]:
+        """The exit each holder uses towards a receiver (`None`: any receiver, over the network)."""
+        if receiver is None:
+            return self._port[holders]
+        local = self._topology.is_local[holders, receiver]
+        return np.where(local, self._first_link + holders, self._port[holders])
+
+    def rate(self, bins: Ints) -> NDArray[np.float64]:
+        return self._rate[bins]
+
+    def add_forced(self, demand: Demand, sender: NDArray[np.int32]) -> None:
+        """Count the routes that have no choice."""
+        forced = np.repeat(demand.is_forced, np.diff(demand.first))
+        size = np.repeat(demand.row_bytes, np.diff(demand.first))[forced]
+        senders = sender[forced]
+        bins = self._port[senders]
+        if not self._topology.is_uniform:
+            receivers = demand.receivers.expand(demand.receiver_group)[forced]
+            bins = np.where(self._topology.is_local[senders, receivers], self._first_link + senders, bins)
+        self.level += np.bincount(bins, weights=size, minlength=len(self.level)) / self._rate
+        over = bins < self._first_link
+        self._uplink += np.bincount(self._host[senders[over]], weights=size[over], minlength=len(self._uplink))
+
+    def fill(self, group: _Class) -> None:
+        """Spread a class over its holders, holders that share an exit taking turns."""
+        levels = self.level[group.bins].copy()
+        networked = group.bins < self._first_link
+        uplinks = self._uplink[self._host[group.holders]] / self._uplink_rate
+        levels[networked] = np.maximum(levels[networked], uplinks[networked])
+        group.counts = _water_fill(levels, group.cost, len(group.routes))
+        self._apply(group, 1)
+
+    def take_out(self, group: _Class) -> None:
+        self._apply(group, -1)
+
+    def _apply(self, group: _Class, sign: int) -> None:
+        seconds = sign * group.counts * group.cost
+        np.add.at(self.level, group.bins, seconds)
+        networked = group.bins < self._first_link
+        moved = (seconds * self._rate[group.bins])[networked]
+        np.add.at(self._uplink, self._host[group.holders[networked]], moved)
+
+
+def _classes(demand: Demand, exits: _Exits) -> list[_Class]:
+    """Interchangeable routes, those with the fewest possible senders first, then the largest first."""
+    rows = np.flatnonzero(~demand.is_forced)
+    first = demand.first
+    copies = np.diff(first)[rows]
+    routes = np.repeat(first[rows], copies) + np.arange(copies.sum()) - np.repeat(np.cumsum(copies) - copies, copies)
+    group = np.repeat(demand.holder_group[rows], copies)
+    size = np.repeat(demand.row_bytes[rows], copies)
+    uniform = demand.topology.is_uniform
+    receiver = (
+        np.zeros(len(routes), dtype=np.int64) if uniform else demand.receivers.expand(demand.receiver_group[rows])
+    )
+    order = np.lexsort((receiver, group, -size, demand.holders.sizes[group]))
+    keys = np.stack([group[order], size[order], receiver[order]])
+    starts = np.flatnonzero(np.concatenate([[True], (keys[:, 1:] != keys[:, :-1]).any(axis=0)]))
+    found = []
+    for start, end in zip(starts, np.append(starts[1:], len(order)), strict=True):
+        holders = demand.holders.of(int(keys[0, start]))
+        bins = exits.of(holders, None if uniform else int(keys[2, start]))
+        cost = keys[1, start] / exits.rate(bins)
+        zero = np.zeros(len(holders), dtype=np.int64)
+        found.append(_Class(np.sort(routes[order[start:end]]), bins, holders, cost, zero))
+    return found
+
+
+def _interleave(counts: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Bin numbers, each as often as counted, spread evenly so that neighbours differ."""
+    bins = np.repeat(np.arange(len(counts)), counts)
+    ends = np.cumsum(counts)
+    nth = np.arange(len(bins)) - np.repeat(ends - counts, counts)
+    return bins[np.lexsort((bins, (nth + 0.5) / counts[bins]))]

@@ -1,0 +1,470 @@
+"""Real models: from the fields of a Hugging Face `config.json` to the exact tensor list of its checkpoint.
+
+`load_model("qwen3-235b-a22b")` takes a catalog name or the path of a `config.json`. Each tensor carries what
+parallelism needs to know about it: how it may be split, into how many indivisible units, its layer and expert.
+
+    model = load_model("qwen3-0.6b")
+    [t.name for t in model.tensors][:2]     # ['model.embed_tokens.weight', 'model.layers.0.self_attn.q_proj.weight']
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from weft.core.configs import CONFIGS
+from weft.core.model import FIRST_STAGE, LAST_STAGE, Model, ModelTensor, Split
+from weft.errors import ConfigError
+
+MAX_LAYERS, MAX_EXPERTS, MAX_WIDTH = 2_000, 16_384, 2**24
+
+_HF_DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
+
+
+def model_names() -> list[str]:
+    """All catalog names."""
+    return sorted(CONFIGS)
+
+
+def load_model(name: str) -> Model:
+    """A model by catalog name, or by the path of its `config.json` (or of the folder that holds it)."""
+    if name in CONFIGS:
+        return build_model(name, CONFIGS[name])
+    path = Path(name)
+    if path.is_dir():
+        path = path / "config.json"
+    if path.suffix == ".json" or "/" in name:
+        return build_model(name, _read_config(path))
+    close = difflib.get_close_matches(name.lower(), CONFIGS, n=3, cutoff=0.4)
+    hint = f"did you mean {', '.join(close)}? " if close else ""
+    raise ConfigError(
+        f"unknown model `{name}`", hint=f"{hint}`weft models` lists the catalog; a path to a config.json works too"
+    )
+
+
+def build_model(name: str, config: Mapping[str, Any]) -> Model:
+    """The model a config describes."""
+    family = config.get("model_type")
+    if family not in _FAMILIES:
+        raise ConfigError(
+            f"config of `{name}`: model_type {family!r} is not supported",
+            hint=f"supported families: {', '.join(sorted(_FAMILIES))}",
+        )
+    fields = _Fields(name, config)
+    describe, num_layers = _FAMILIES[family](fields)
+    tensors = tuple(describe)
+    return Model(
+        name=name,
+        family=family,
+        config=config,
+        tensors=tensors,
+        num_layers=num_layers,
+        num_experts=1 + max(tensor.expert for tensor in tensors),
+        tied=fields.flag("tie_word_embeddings"),
+    )
+
+
+def _read_config(path: Path) -> Mapping[str, Any]:
+    try:
+        config = json.loads(path.read_text())
+    except OSError as error:
+        raise ConfigError(f"cannot read `{path}`: {error.strerror}", hint="give the path of a config.json") from error
+    except ValueError as error:
+        raise ConfigError(f"`{path}` is not JSON: {error}") from error
+    if not isinstance(config, dict):
+        raise ConfigError(f"`{path}` does not hold a JSON object")
+    return config
+
+
+class _Fields:
+    """Reads config fields, with errors that name the field."""
+
+    def __init__(self, name: str, config: Mapping[str, Any]) -> None:
+        self._name = name
+        self._config = config
+        self.dtype = self._dtype()
+
+    def _dtype(self) -> str:
+        text = self._config.get("torch_dtype") or self._config.get("dtype") or "bfloat16"
+        if text not in _HF_DTYPES:
+            raise ConfigError(
+                f"config of `{self._name}`: torch_dtype {text!r}", hint=f"use one of {', '.join(_HF_DTYPES)}"
+            )
+        return _HF_DTYPES[text]
+
+    def count(self, *names: str, most: int = MAX_WIDTH, least: int = 1, default: int | None = None) -> int:
+        """A whole number under the first of `names` that is present and not null."""
+        for name in names:
+            value = self._config.get(name)
+            if value is None:
+                continue
+            if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
+                raise ConfigError(
+                    f"config of `{self._name}`: {name} is {value!r}", hint=f"expected a number from {least} to {most}"
+                )
+            return value
+        if default is None:
+            raise ConfigError(f"config of `{self._name}` has no field `{names[0]}`")
+        return default
+
+    def flag(self, name: str, *, default: bool = False) -> bool:
+        """A true/false field."""
+        return bool(self._config.get(name, default))
+
+    def has(self, name: str) -> bool:
+        """Whether the field is present and not null."""
+        return self._config.get(name) is not None
+
+    @property
+    def fp8_stored(self) -> bool:
+        """Whether the published checkpoint itself is block-quantised FP8."""
+        quantization = self._config.get("quantization_config") or {}
+        return quantization.get("quant_method") == "fp8"
+
+
+@dataclass(slots=True)
+class _Writer:
+    """Makes the tensors of one layer."""
+
+    prefix: str
+    dtype: str
+    layer: int
+    policy: bool = True
+
+    def linear(
+        self,
+        name: str,
+        rows: int,
+        columns: int,
+        split: Split,
+        num_units: int,
+        unit: str,
+        *,
+        expert: int = -1,
+        bias: bool = False,
+        quantized: bool = True,
+    ) -> Iterator[ModelTensor]:
+        """A weight [rows, columns], and its bias."""
+        yield ModelTensor(
+            name=f"{self.prefix}{name}.weight",
+            dtype=self.dtype,
+            shape=(rows, columns),
+            layer=self.layer,
+            split=split,
+            num_units=num_units,
+            unit=unit,
+            expert=expert,
+            quantized=quantized,
+            policy=self.policy,
+        )
+        if bias:
+            yield ModelTensor(
+                name=f"{self.prefix}{name}.bias",
+                dtype=self.dtype,
+                shape=(rows,),
+                layer=self.layer,
+                split=split if split is Split.COLUMN else Split.NONE,
+                num_units=num_units,
+                unit=unit,
+                expert=expert,
+                policy=self.policy,
+            )
+
+    def plain(self, name: str, *shape: int, dtype: str | None = None) -> ModelTensor:
+        """A tensor every rank holds whole: norms, routers, biases."""
+        return ModelTensor(
+            name=self.prefix + name, dtype=dtype or self.dtype, shape=shape, layer=self.layer, policy=self.policy
+        )
+
+    def column(self, name: str, rows: int, columns: int, units: int, unit: str, **more: Any) -> Iterator[ModelTensor]:
+        return self.linear(name, rows, columns, Split.COLUMN, units, unit, **more)
+
+    def row(self, name: str, rows: int, columns: int, units: int, unit: str, **more: Any) -> Iterator[ModelTensor]:
+        return self.linear(name, rows, columns, Split.ROW, units, unit, **more)
+
+    def mlp(self, name: str, hidden: int, width: int, *, expert: int = -1) -> Iterator[ModelTensor]:
+        """gate, up and down projections."""
+        unit = "intermediate rows"
+        yield from self.column(f"{name}.gate_proj", width, hidden, width, unit, expert=expert)
+        yield from self.column(f"{name}.up_proj", width, hidden, width, unit, expert=expert)
+        yield from self.row(f"{name}.down_proj", hidden, width, width, unit, expert=expert)
+
+
+def _vocab(name: str, fields: _Fields, layer: int, *, policy: bool = True) -> ModelTensor:
+    rows = fields.count("vocab_size")
+    shape = (rows, fields.count("hidden_size", "n_embd"))
+    return ModelTensor(
+        name=name,
+        dtype=fields.dtype,
+        shape=shape,
+        layer=layer,
+        split=Split.VOCAB,
+        num_units=rows,
+        unit="vocabulary rows",
+        policy=policy,
+    )
+
+
+Described = tuple[Iterator[ModelTensor], int]
+Block = Callable[[_Writer, int], Iterator[ModelTensor]]
+
+
+def _decoder(fields: _Fields, block: Block, *, draft_vocab: bool = True) -> Iterator[ModelTensor]:
+    """Embedding, layers, final norm, head, draft (MTP) layers: the frame all modern families share.
+
+    Draft layers store copies of the embedding and the head (`draft_vocab`), except in GLM-5.
+    """
+    num_layers = fields.count("num_hidden_layers", most=MAX_LAYERS)
+    hidden = fields.count("hidden_size")
+    yield _vocab("model.embed_tokens.weight", fields, FIRST_STAGE)
+    for layer in range(num_layers):
+        yield from block(_Writer(f"model.layers.{layer}.", fields.dtype, layer), layer)
+    yield _Writer("model.", fields.dtype, LAST_STAGE).plain("norm.weight", hidden)
+    if not fields.flag("tie_word_embeddings"):
+        yield _vocab("lm_head.weight", fields, LAST_STAGE)
+    for extra in range(fields.count("num_nextn_predict_layers", least=0, most=64, default=0)):
+        layer = num_layers + extra
+        writer = _Writer(f"model.layers.{layer}.", fields.dtype, layer, policy=False)
+        if draft_vocab:
+            yield _vocab(f"model.layers.{layer}.embed_tokens.weight", fields, layer, policy=False)
+            yield _vocab(f"model.layers.{layer}.shared_head.head.weight", fields, layer, policy=False)
+        yield writer.plain("enorm.weight", hidden)
+        yield writer.plain("hnorm.weight", hidden)
+        yield writer.plain("eh_proj.weight", hidden, 2 * hidden)
+        yield from block(writer, layer)
+        yield writer.plain("shared_head.norm.weight", hidden)
+
+
+def _stored_scales(tensors: Iterator[ModelTensor]) -> Iterator[ModelTensor]:
+    """A checkpoint that is itself FP8 has a scale beside every quantised weight."""
+    for tensor in tensors:
+        yield tensor
+        if tensor.quantized:
+            shape = tuple(-(-size // 128) for size in tensor.shape)
+            name = f"{tensor.name}_scale_inv"
+            yield ModelTensor(name=name, dtype="fp32", shape=shape, layer=tensor.layer, policy=False)
+
+
+def _attention(fields: _Fields, *, qkv_bias: bool, out_bias: bool, qk_norm: bool) -> Block:
+    """Multi-head or grouped-query attention with separate q, k, v."""
+    hidden = fields.count("hidden_size")
+    heads = fields.count("num_attention_heads")
+    kv_heads = fields.count("num_key_value_heads", default=heads)
+    width = fields.count("head_dim", default=hidden // heads)
+
+    def block(writer: _Writer, _: int) -> Iterator[ModelTensor]:
+        q_rows, kv_rows = heads * width, kv_heads * width
+        attn = "self_attn"
+        yield from writer.column(f"{attn}.q_proj", q_rows, hidden, heads, "attention heads", bias=qkv_bias)
+        yield from writer.column(f"{attn}.k_proj", kv_rows, hidden, kv_heads, "KV heads", bias=qkv_bias)
+        yield from writer.column(f"{attn}.v_proj", kv_rows, hidden, kv_heads, "KV heads", bias=qkv_bias)
+        yield from writer.row(f"{attn}.o_proj", hidden, q_rows, heads, "attention heads", bias=out_bias)
+        if qk_norm:
+            yield writer.plain(f"{attn}.q_norm.weight", width)
+            yield writer.plain(f"{attn}.k_norm.weight", width)
+
+    return block
+
+
+def _latent_attention(fields: _Fields) -> Block:
+    """Multi-head latent attention (DeepSeek), with the sparse-attention indexer where the config has one."""
+    hidden = fields.count("hidden_size")
+    heads = fields.count("num_attention_heads")
+    q_rank = fields.count("q_lora_rank", default=0, least=0)
+    kv_rank = fields.count("kv_lora_rank")
+    nope, rope = fields.count("qk_nope_head_dim"), fields.count("qk_rope_head_dim")
+    v_width = fields.count("v_head_dim")
+    q_rows = heads * (nope + rope)
+
+    def block(writer: _Writer, _: int) -> Iterator[ModelTensor]:
+        attn, unit = "self_attn", "attention heads"
+        if q_rank:
+            yield from writer.linear(f"{attn}.q_a_proj", q_rank, hidden, Split.NONE, 1, unit)
+            yield writer.plain(f"{attn}.q_a_layernorm.weight", q_rank)
+            yield from writer.column(f"{attn}.q_b_proj", q_rows, q_rank, heads, unit)
+        else:
+            yield from writer.column(f"{attn}.q_proj", q_rows, hidden, heads, unit)
+        yield from writer.linear(f"{attn}.kv_a_proj_with_mqa", kv_rank + rope, hidden, Split.NONE, 1, unit)
+        yield writer.plain(f"{attn}.kv_a_layernorm.weight", kv_rank)
+        yield from writer.column(f"{attn}.kv_b_proj", heads * (nope + v_width), kv_rank, heads, unit)
+        yield from writer.row(f"{attn}.o_proj", hidden, heads * v_width, heads, unit)
+        if fields.has("index_n_heads"):
+            yield from _indexer(fields, writer, hidden, q_rank)
+
+    return block
+
+
+def _indexer(fields: _Fields, writer: _Writer, hidden: int, q_rank: int) -> Iterator[ModelTensor]:
+    heads, width = fields.count("index_n_heads"), fields.count("index_head_dim")
+    index, unit = "self_attn.indexer", "index heads"
+    yield from writer.linear(f"{index}.wq_b", heads * width, q_rank, Split.NONE, 1, unit)
+    yield from writer.linear(f"{index}.wk", width, hidden, Split.NONE, 1, unit)
+    yield writer.plain(f"{index}.k_norm.weight", width)
+    yield writer.plain(f"{index}.k_norm.bias", width)
+    yield writer.plain(f"{index}.weights_proj.weight", heads, hidden)
+
+
+def _experts(fields: _Fields, *, correction_bias: bool) -> Block:
+    """Router, routed experts and shared experts."""
+    hidden = fields.count("hidden_size")
+    num_experts = fields.count("n_routed_experts", "num_experts", most=MAX_EXPERTS)
+    width = fields.count("moe_intermediate_size")
+    num_shared = fields.count("n_shared_experts", default=0, least=0)
+
+    def block(writer: _Writer, _: int) -> Iterator[ModelTensor]:
+        yield writer.plain("mlp.gate.weight", num_experts, hidden)
+        if correction_bias:
+            bias = writer.plain("mlp.gate.e_score_correction_bias", num_experts, dtype="fp32")
+            yield replace(bias, keeps_dtype=True)
+        for expert in range(num_experts):
+            yield from writer.mlp(f"mlp.experts.{expert}", hidden, width, expert=expert)
+        if num_shared:
+            yield from writer.mlp("mlp.shared_experts", hidden, width * num_shared)
+
+    return block
+
+
+def _pre_norm(hidden: int, attention: Block, feed_forward: Block, *, extra_norms: bool = False) -> Block:
+    def block(writer: _Writer, layer: int) -> Iterator[ModelTensor]:
+        yield from attention(writer, layer)
+        yield from feed_forward(writer, layer)
+        yield writer.plain("input_layernorm.weight", hidden)
+        yield writer.plain("post_attention_layernorm.weight", hidden)
+        if extra_norms:
+            yield writer.plain("post_self_attn_layernorm.weight", hidden)
+            yield writer.plain("post_mlp_layernorm.weight", hidden)
+
+    return block
+
+
+def _dense(fields: _Fields, *, qkv_bias: bool = False, out_bias: bool = False, qk_norm: bool = False) -> Described:
+    hidden, width = fields.count("hidden_size"), fields.count("intermediate_size")
+    attention = _attention(fields, qkv_bias=qkv_bias, out_bias=out_bias, qk_norm=qk_norm)
+    block = _pre_norm(hidden, attention, lambda writer, _: writer.mlp("mlp", hidden, width))
+    return _decoder(fields, block), fields.count("num_hidden_layers", most=MAX_LAYERS)
+
+
+def _mixture(
+    fields: _Fields, attention: Block, *, correction_bias: bool, draft_vocab: bool = True
+) -> Described:
+    hidden = fields.count("hidden_size")
+    num_dense = fields.count("first_k_dense_replace", default=0, least=0, most=MAX_LAYERS)
+    experts = _experts(fields, correction_bias=correction_bias)
+
+    def feed_forward(writer: _Writer, layer: int) -> Iterator[ModelTensor]:
+        if layer < num_dense:
+            return writer.mlp("mlp", hidden, fields.count("intermediate_size"))
+        return experts(writer, layer)
+
+    tensors = _decoder(fields, _pre_norm(hidden, attention, feed_forward), draft_vocab=draft_vocab)
+    tensors = _stored_scales(tensors) if fields.fp8_stored else tensors
+    return tensors, fields.count("num_hidden_layers", most=MAX_LAYERS)
+
+
+def _llama(fields: _Fields) -> Described:
+    bias = fields.flag("attention_bias")
+    return _dense(fields, qkv_bias=bias, out_bias=bias)
+
+
+def _qwen2(fields: _Fields) -> Described:
+    return _dense(fields, qkv_bias=True)
+
+
+def _qwen3(fields: _Fields) -> Described:
+    return _dense(fields, qk_norm=True)
+
+
+def _qwen3_moe(fields: _Fields) -> Described:
+    attention = _attention(fields, qkv_bias=False, out_bias=False, qk_norm=True)
+    return _mixture(fields, attention, correction_bias=False)
+
+
+def _deepseek(fields: _Fields) -> Described:
+    return _mixture(fields, _latent_attention(fields), correction_bias=True)
+
+
+def _kimi(fields: _Fields) -> Described:
+    """DeepSeek's tensors, plus the rotary frequencies Kimi-K2's checkpoint stores in every layer."""
+    attention = _latent_attention(fields)
+
+    def with_buffer(writer: _Writer, layer: int) -> Iterator[ModelTensor]:
+        yield from attention(writer, layer)
+        buffer = writer.plain("self_attn.rotary_emb.inv_freq", 56, dtype="fp32")
+        yield replace(buffer, policy=False)
+
+    return _mixture(fields, with_buffer, correction_bias=True)
+
+
+def _glm5(fields: _Fields) -> Described:
+    return _mixture(fields, _latent_attention(fields), correction_bias=True, draft_vocab=False)
+
+
+def _glm4_moe(fields: _Fields) -> Described:
+    attention = _attention(
+        fields, qkv_bias=fields.flag("attention_bias"), out_bias=False, qk_norm=fields.flag("use_qk_norm")
+    )
+    return _mixture(fields, attention, correction_bias=True)
+
+
+def _glm4(fields: _Fields) -> Described:
+    """GLM-4 dense: gate and up already fused in the checkpoint, four norms per layer."""
+    hidden, width = fields.count("hidden_size"), fields.count("intermediate_size")
+    attention = _attention(fields, qkv_bias=fields.flag("attention_bias"), out_bias=False, qk_norm=False)
+
+    def feed_forward(writer: _Writer, _: int) -> Iterator[ModelTensor]:
+        for tensor in writer.column("mlp.gate_up_proj", 2 * width, hidden, width, "intermediate rows"):
+            yield replace(tensor, num_fused=2)
+        yield from writer.row("mlp.down_proj", hidden, width, width, "intermediate rows")
+
+    block = _pre_norm(hidden, attention, feed_forward, extra_norms=True)
+    return _decoder(fields, block), fields.count("num_hidden_layers", most=MAX_LAYERS)
+
+
+def _gpt2(fields: _Fields) -> Described:
+    hidden = fields.count("n_embd")
+    num_layers = fields.count("n_layer", most=MAX_LAYERS)
+    heads = fields.count("n_head")
+    inner = fields.count("n_inner", default=4 * hidden)
+
+    def conv(writer: _Writer, name: str, out: int, into: int, split: Split, units: int) -> Iterator[ModelTensor]:
+        for tensor in writer.linear(name, out, into, split, units, "attention heads", bias=True):
+            flipped = tensor.name.endswith(".weight")
+            fused = replace(tensor, num_fused=3 if name.endswith("c_attn") else 1)
+            yield replace(fused, shape=tensor.shape[::-1], transposed=True) if flipped else fused
+
+    def tensors() -> Iterator[ModelTensor]:
+        yield _vocab("transformer.wte.weight", fields, FIRST_STAGE)
+        positions = fields.count("n_positions")
+        yield _Writer("transformer.", fields.dtype, FIRST_STAGE).plain("wpe.weight", positions, hidden)
+        for layer in range(num_layers):
+            writer = _Writer(f"transformer.h.{layer}.", fields.dtype, layer)
+            for norm in ("ln_1", "ln_2"):
+                yield writer.plain(f"{norm}.weight", hidden)
+                yield writer.plain(f"{norm}.bias", hidden)
+            yield from conv(writer, "attn.c_attn", 3 * hidden, hidden, Split.COLUMN, heads)
+            yield from conv(writer, "attn.c_proj", hidden, hidden, Split.ROW, heads)
+            yield from conv(writer, "mlp.c_fc", inner, hidden, Split.COLUMN, inner)
+            yield from conv(writer, "mlp.c_proj", hidden, inner, Split.ROW, inner)
+        for part in ("weight", "bias"):
+            yield _Writer("transformer.", fields.dtype, LAST_STAGE).plain(f"ln_f.{part}", hidden)
+
+    return tensors(), num_layers
+
+
+_FAMILIES: dict[str, Callable[[_Fields], Described]] = {
+    "deepseek_v3": _deepseek,
+    "glm4": _glm4,
+    "glm4_moe": _glm4_moe,
+    "glm4_moe_lite": _deepseek,
+    "glm_moe_dsa": _glm5,
+    "gpt2": _gpt2,
+    "kimi_k2": _kimi,
+    "llama": _llama,
+    "qwen2": _qwen2,
+    "qwen3": _qwen3,
+    "qwen3_moe": _qwen3_moe,
+}

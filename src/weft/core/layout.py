@@ -1,0 +1,289 @@
+"""Who holds which part of which tensor: Tensor, Shard, RankGroups, Layout.
+
+A Layout describes one side. On the trainer side tensors have global shapes and shards are boxes of them; on
+the engine side every tensor is local to the ranks that hold it and its one shard is the whole. Ranks that hold
+the same bytes share a row: `ddp128` of a model is one shard row per tensor with a group of 128 ranks, so big
+layouts stay small.
+
+    layout = Layout.from_shards(
+        [Tensor(name="w", dtype="bf16", shape=(8, 4))],
+        [Shard(tensor="w", rank=0, lo=(0, 0), extent=(4, 4)), Shard(tensor="w", rank=1, lo=(4, 0), extent=(4, 4))],
+    )
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from weft.core import boxes
+from weft.core.boxes import Ints
+from weft.errors import LayoutError
+
+DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8_e4m3": 1}
+MAX_RANKS = 65_536
+MAX_TENSOR_DIM = 2**31 - 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tensor:
+    """A named array: `Tensor(name="model.norm.weight", dtype="bf16", shape=(4096,))`."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the whole tensor."""
+        return int(np.prod(self.shape, dtype=np.int64)) * DTYPE_BYTES[self.dtype]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shard:
+    """The box of a tensor that one rank holds, and the strides (in elements) of its memory.
+
+    `strides=None` means row-major and contiguous, which is what FSDP and tensor parallelism give.
+    """
+
+    tensor: str
+    rank: int
+    lo: tuple[int, ...]
+    extent: tuple[int, ...]
+    strides: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankGroups:
+    """A table of rank sets. Row g is `members[starts[g]:starts[g + 1]]`, sorted."""
+
+    members: NDArray[np.int32]
+    starts: NDArray[np.int64]
+
+    @property
+    def sizes(self) -> NDArray[np.int64]:
+        """How many ranks each group has."""
+        return np.diff(self.starts)
+
+    def of(self, group: int) -> NDArray[np.int32]:
+        """The ranks of one group."""
+        return self.members[self.starts[group] : self.starts[group + 1]]
+
+    def expand(self, groups: Ints) -> NDArray[np.int32]:
+        """The ranks of many groups, one after the other."""
+        sizes = self.sizes[groups]
+        ends = np.cumsum(sizes)
+        within = np.arange(ends[-1] if len(ends) else 0) - np.repeat(ends - sizes, sizes)
+        return self.members[np.repeat(self.starts[groups], sizes) + within]
+
+
+class GroupBuilder:
+    """Gives equal rank sets the same group number."""
+
+    def __init__(self) -> None:
+        self._groups: dict[bytes, int] = {}
+        self._arrays: list[NDArray[np.int32]] = []
+
+    def add(self, ranks: Iterable[int] | Ints) -> int:
+        """The number of this set of ranks."""
+        array = np.unique(np.asarray(list(ranks) if not isinstance(ranks, np.ndarray) else ranks, dtype=np.int32))
+        key = array.tobytes()
+        if key not in self._groups:
+            self._groups[key] = len(self._arrays)
+            self._arrays.append(array)
+        return self._groups[key]
+
+    def build(self) -> RankGroups:
+        """The finished table."""
+        sizes = [len(array) for array in self._arrays]
+        return RankGroups(
+            members=np.concatenate([np.zeros(0, np.int32), *self._arrays]),
+            starts=np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)]).astype(np.int64),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """All shards of one side, as columns; row i is one box of one tensor, held by every rank of its group."""
+
+    side: str
+    """`trainer` or `engine`."""
+    num_ranks: int
+    tensors: tuple[Tensor, ...]
+    tensor_of: NDArray[np.int32]
+    group_of: NDArray[np.int32]
+    lo: Ints
+    extent: Ints
+    strides: Ints
+    groups: RankGroups
+    text: str = field(default="explicit", compare=False)
+    """The description it was made from, such as `ep8.fsdp16`."""
+
+    @property
+    def num_dims(self) -> int:
+        """Width of the coordinate columns; tensors with fewer dimensions have trailing ones."""
+        return int(self.lo.shape[1])
+
+    @cached_property
+    def shapes(self) -> Ints:
+        """Tensor shapes as a column."""
+        return shape_column([tensor.shape for tensor in self.tensors], self.num_dims)
+
+    @cached_property
+    def itemsize(self) -> NDArray[np.int64]:
+        """Bytes per element of each tensor."""
+        return np.array([DTYPE_BYTES[tensor.dtype] for tensor in self.tensors], dtype=np.int64)
+
+    @cached_property
+    def shard_bytes(self) -> NDArray[np.int64]:
+        """Bytes of each shard row."""
+        return boxes.volume(self.extent) * self.itemsize[self.tensor_of]
+
+    def rank_bytes(self) -> NDArray[np.int64]:
+        """Bytes every rank holds."""
+        ranks = self.groups.expand(self.group_of)
+        held = np.repeat(self.shard_bytes, self.groups.sizes[self.group_of])
+        return np.bincount(ranks, weights=held, minlength=self.num_ranks).astype(np.int64)
+
+    def check(self) -> None:
+        """Raise unless the shards tile every tensor exactly (replicas count once)."""
+        defects = boxes.cover_defects(self.tensor_of, self.lo, self.extent, self.shapes)
+        if defects:
+            problems = tuple(f"{self.tensors[t].name}: {_defect(surplus)}" for t, surplus in defects.items())
+            raise LayoutError(
+                f"the {self.side} shards do not tile {len(problems)} of {len(self.tensors)} tensors",
+                problems=problems,
+                hint="every element must be in exactly one box; only identical boxes may be held by several ranks",
+            )
+
+    @classmethod
+    def from_shards(
+        cls,
+        tensors: Sequence[Tensor],
+        shards: Sequence[Shard],
+        *,
+        side: str = "trainer",
+        num_ranks: int | None = None,
+    ) -> Layout:
+        """Build and check a layout from explicit shards; identical boxes on several ranks become replicas."""
+        check_tensors(tensors)
+        _check_shards(tensors, shards)
+        index = {tensor.name: i for i, tensor in enumerate(tensors)}
+        holders: dict[tuple[int, tuple[int, ...], tuple[int, ...]], list[Shard]] = {}
+        for shard in shards:
+            if all(size > 0 for size in shard.extent):
+                holders.setdefault((index[shard.tensor], shard.lo, shard.extent), []).append(shard)
+        builder = LayoutBuilder(tensors)
+        for (tensor, lo, extent), same in sorted(holders.items(), key=lambda item: item[0]):
+            strides = {shard.strides for shard in same}
+            if len(strides) > 1:
+                raise LayoutError(
+                    f"replicas of `{same[0].tensor}` at {list(lo)} have different memory strides: {strides}",
+                    hint="give all replicas of a shard one memory layout",
+                )
+            builder.add(tensor, [shard.rank for shard in same], lo, extent, strides.pop())
+        layout = builder.build(side=side, num_ranks=num_ranks or 1 + max((s.rank for s in shards), default=0))
+        layout.check()
+        return layout
+
+
+class LayoutBuilder:
+    """Collects shard rows and turns them into columns."""
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self.groups = GroupBuilder()
+        self._tensors = list(tensors)
+        self._num_dims = max((len(tensor.shape) for tensor in tensors), default=1)
+        self._rows: list[tuple[int, int]] = []
+        self._boxes: list[tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...] | None]] = []
+
+    def add(
+        self,
+        tensor: int,
+        ranks: Iterable[int] | Ints,
+        lo: tuple[int, ...],
+        extent: tuple[int, ...],
+        strides: tuple[int, ...] | None = None,
+    ) -> None:
+        """One box of tensor number `tensor`, held by all of `ranks`."""
+        self._rows.append((tensor, self.groups.add(ranks)))
+        self._boxes.append((lo, extent, strides))
+
+    def build(self, *, side: str, num_ranks: int, text: str = "explicit") -> Layout:
+        """The finished layout (not yet checked)."""
+        rows = np.array(self._rows, dtype=np.int32).reshape(-1, 2)
+        extent = shape_column([box[1] for box in self._boxes], self._num_dims)
+        strides = boxes.row_major_strides(extent)
+        for i, (_, _, given) in enumerate(self._boxes):
+            if given is not None:
+                strides[i, : len(given)] = given
+        return Layout(
+            side=side,
+            num_ranks=num_ranks,
+            tensors=tuple(self._tensors),
+            tensor_of=rows[:, 0],
+            group_of=rows[:, 1],
+            lo=_column([box[0] for box in self._boxes], self._num_dims, fill=0),
+            extent=extent,
+            strides=strides,
+            groups=self.groups.build(),
+            text=text,
+        )
+
+
+def shape_column(shapes: Sequence[tuple[int, ...]], num_dims: int) -> Ints:
+    """Shapes or extents as an (n, num_dims) column with trailing ones."""
+    return _column(shapes, num_dims, fill=1)
+
+
+def _column(values: Sequence[tuple[int, ...]], num_dims: int, *, fill: int) -> Ints:
+    padding = (fill,) * num_dims
+    return np.array([(*value, *padding)[:num_dims] for value in values], dtype=np.int64).reshape(-1, num_dims)
+
+
+def check_tensors(tensors: Sequence[Tensor]) -> None:
+    """Raise unless names are unique and shapes and dtypes possible."""
+    problems = []
+    seen: set[str] = set()
+    for tensor in tensors:
+        if tensor.name in seen:
+            problems.append(f"{tensor.name}: listed twice")
+        seen.add(tensor.name)
+        if tensor.dtype not in DTYPE_BYTES:
+            problems.append(f"{tensor.name}: unknown dtype `{tensor.dtype}` (known: {', '.join(DTYPE_BYTES)})")
+        if not tensor.shape or any(not 0 < size <= MAX_TENSOR_DIM for size in tensor.shape):
+            problems.append(f"{tensor.name}: impossible shape {list(tensor.shape)}")
+    if problems:
+        raise LayoutError("the tensor list is not usable", problems=tuple(problems))
+
+
+def _check_shards(tensors: Sequence[Tensor], shards: Sequence[Shard]) -> None:
+    shapes = {tensor.name: tensor.shape for tensor in tensors}
+    problems = []
+    for shard in shards:
+        shape = shapes.get(shard.tensor)
+        where = f"{shard.tensor} on rank {shard.rank}"
+        if shape is None:
+            problems.append(f"{where}: no such tensor")
+        elif not 0 <= shard.rank < MAX_RANKS:
+            problems.append(f"{where}: rank outside 0…{MAX_RANKS - 1}")
+        elif len(shard.lo) != len(shape) or len(shard.extent) != len(shape):
+            problems.append(f"{where}: box has {len(shard.lo)} dimensions, the tensor {len(shape)}")
+        elif any(lo < 0 or n < 0 or lo + n > size for lo, n, size in zip(shard.lo, shard.extent, shape, strict=True)):
+            problems.append(f"{where}: box {list(shard.lo)} + {list(shard.extent)} is outside {list(shape)}")
+        elif shard.strides is not None and len(shard.strides) != len(shape):
+            problems.append(f"{where}: {len(shard.strides)} strides for {len(shape)} dimensions")
+    if problems:
+        raise LayoutError("the shard list is not usable", problems=tuple(problems))
+
+
+def _defect(surplus: int) -> str:
+    if surplus < 0:
+        return f"{-surplus} elements are missing"
+    if surplus > 0:
+        return f"{surplus} elements too many: shards overlap"
+    return "shards overlap and leave holes"

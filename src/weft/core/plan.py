@@ -1,0 +1,181 @@
+"""The Plan: every route of every byte, as immutable columns. Hashed, proven, saved, loaded.
+
+A route is one source box → one destination box, for one engine rank, on a chosen sender. Routes with the same boxes
+that go to several engine ranks share a row; `sender[first[i]:first[i + 1]]` are the senders of row i, one for each
+rank of its destination group, in rank order. Planning makes plans (`weft.core.planner`), `weft.core.proof` proves
+them, `weft.core.plan_file` saves them, schedules and runtimes read them.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from weft.config import Settings
+from weft.core import boxes
+from weft.core.boxes import Ints
+from weft.core.layout import Layout
+from weft.core.recipe import Op, Recipe, to_destination_dims, to_source_dims
+from weft.core.topology import Topology
+
+
+class Path(enum.IntEnum):
+    """How the bytes of a route leave the sender."""
+
+    ZERO_COPY = 0
+    """Straight from the parameter's memory."""
+    PACKED = 1
+    """Gathered or converted into a slot first."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """An immutable routing table between one trainer layout and one engine recipe."""
+
+    model: str
+    policy: str
+    trainer: Layout
+    """With the block scales of quantised tensors appended as tensors of their own."""
+    recipe: Recipe
+    topology: Topology
+    settings: Settings
+    piece: NDArray[np.int32]
+    """Row of `recipe` each route row is part of."""
+    shard: NDArray[np.int32]
+    """Row of `trainer` each route row reads."""
+    dst_lo: NDArray[np.int32]
+    src_lo: NDArray[np.int32]
+    extent: NDArray[np.int32]
+    """In destination dimension order."""
+    path: NDArray[np.int8]
+    first: NDArray[np.int64]
+    sender: NDArray[np.int32]
+    gathered: bool = field(default=False)
+    """Whether `trainer` describes ranks after a gather of full tensors."""
+
+    @property
+    def num_rows(self) -> int:
+        """Distinct pairs of boxes."""
+        return len(self.piece)
+
+    @property
+    def num_routes(self) -> int:
+        """Routes: every row once per engine rank it goes to."""
+        return len(self.sender)
+
+    @cached_property
+    def dst(self) -> NDArray[np.int32]:
+        """Engine row each route row writes."""
+        return self.recipe.dst[self.piece]
+
+    @cached_property
+    def row_bytes(self) -> NDArray[np.int64]:
+        """Bytes on the wire of one copy of each row: the destination's precision."""
+        return boxes.volume(self.extent) * self.recipe.engine.itemsize[self.dst]
+
+    @cached_property
+    def receiver(self) -> NDArray[np.int32]:
+        """Engine rank of every route, beside `sender`."""
+        return self.recipe.engine.groups.expand(self.recipe.engine.group_of[self.dst])
+
+    @cached_property
+    def fan_out(self) -> NDArray[np.int64]:
+        """Engine ranks each row goes to."""
+        return np.diff(self.first)
+
+    @cached_property
+    def pair(self) -> NDArray[np.int64]:
+        """Sender * number of engines + receiver, of every route."""
+        return self.sender.astype(np.int64) * self.topology.num_engines + self.receiver
+
+    @cached_property
+    def pair_bytes(self) -> NDArray[np.int64]:
+        """Matrix [trainer, engine] of bytes."""
+        return self._pair_sum(np.repeat(self.row_bytes, self.fan_out)).astype(np.int64)
+
+    @cached_property
+    def pair_writes(self) -> NDArray[np.int64]:
+        """Matrix [trainer, engine] of write operations.
+
+        Rows whose runs are large are written run by run; the small rest of each pair is packed and goes out in
+        slots of `chunk_bytes`.
+        """
+        runs, small = self.row_runs
+        direct = self._pair_sum(np.repeat(np.where(small, 0, runs), self.fan_out))
+        packed = self._pair_sum(np.repeat(np.where(small, self.row_bytes, 0), self.fan_out))
+        return (direct + np.ceil(packed / self.settings.chunk_bytes)).astype(np.int64)
+
+    @cached_property
+    def row_runs(self) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+        """Writes each row needs if sent on its own, and whether its runs are too short for that."""
+        run = self._run_bytes()
+        small = run < self.settings.min_write_bytes
+        return self.row_bytes // run, small
+
+    def _run_bytes(self) -> NDArray[np.int64]:
+        """Bytes next to each other: in both memories for zero-copy rows, in the destination for packed ones."""
+        dst_strides = self.recipe.engine.strides[self.dst]
+        src_strides = to_destination_dims(self.trainer.strides[self.shard], self.recipe.axes[self.piece], 0)
+        direct = boxes.contiguous_run(self.extent, dst_strides, src_strides)
+        packed = boxes.contiguous_run(self.extent, dst_strides)
+        return np.where(self.path == Path.ZERO_COPY, direct, packed) * self.recipe.engine.itemsize[self.dst]
+
+    def _pair_sum(self, values: Ints) -> NDArray[np.float64]:
+        shape = (self.topology.num_trainers, self.topology.num_engines)
+        return np.bincount(self.pair, weights=values, minlength=shape[0] * shape[1]).reshape(shape)
+
+    @property
+    def tx_bytes(self) -> NDArray[np.int64]:
+        """Bytes every trainer rank sends."""
+        return np.asarray(self.pair_bytes.sum(axis=1))
+
+    @property
+    def rx_bytes(self) -> NDArray[np.int64]:
+        """Bytes every engine rank receives."""
+        return np.asarray(self.pair_bytes.sum(axis=0))
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes on all wires together."""
+        return int(self.pair_bytes.sum())
+
+    @property
+    def num_writes(self) -> int:
+        """Write operations of one update."""
+        return int(self.pair_writes.sum())
+
+    @cached_property
+    def src_extent(self) -> Ints:
+        """Extents in source dimension order."""
+        return to_source_dims(self.extent, self.recipe.axes[self.piece])
+
+    @cached_property
+    def amax_bytes(self) -> int:
+        """Bytes holders exchange to agree on the scales of FP8 blocks that shard borders cut."""
+        quantized = np.unique(self.shard[self.recipe.op[self.piece] == Op.QUANTIZE])
+        return cut_block_bytes(self.trainer, quantized)
+
+
+def cut_block_bytes(trainer: Layout, shards: Ints) -> int:
+    """Four bytes for every part of a 128×128 block that lies on more than one shard."""
+    lo, end = trainer.lo[shards], trainer.lo[shards] + trainer.extent[shards]
+    shape = trainer.shapes[trainer.tensor_of[shards]]
+    whole_lo, whole_end = -(-lo // 128), np.where(end == shape, -(-end // 128), end // 128)
+    touched = boxes.volume(-(-end // 128) - lo // 128)
+    uncut = boxes.volume(np.maximum(whole_end - whole_lo, 0))
+    return int(4 * (touched - uncut).sum())
+
+
+def route_boxes(
+    recipe: Recipe, trainer: Layout, piece: Ints, shard: Ints
+) -> tuple[Ints, Ints, Ints, NDArray[np.bool_]]:
+    """Intersections of pieces with shards: dst_lo, src_lo, extent (destination order), and which are not empty."""
+    axes = recipe.axes[piece]
+    piece_lo = recipe.src_lo[piece]
+    lo, extent = boxes.intersect(piece_lo, recipe.src_extent[piece], trainer.lo[shard], trainer.extent[shard])
+    dst_lo = recipe.dst_lo[piece] + to_destination_dims(lo - piece_lo, axes, 0)
+    return dst_lo, lo, to_destination_dims(extent, axes, 1), (extent > 0).all(axis=1)

@@ -1,0 +1,181 @@
+"""From two layouts to a proven plan.
+
+1. Every piece of the recipe is intersected with the shards of its source: rows of boxes (vectorised, in blocks).
+2. A policy chooses who sends each row to each engine rank (`assign`).
+3. Per row: straight from the parameter's memory, or packed.
+4. The result is proven to write every destination byte exactly once (`proof`) and compared with a lower bound
+   (`bound`).
+
+    plan = make_plan(trainer=layout, recipe=recipe, topology=topology)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from weft.config import Settings
+from weft.core import boxes
+from weft.core.assign import Demand, Policy, choose_senders
+from weft.core.boxes import Ints
+from weft.core.layout import Layout, Tensor
+from weft.core.plan import Path, Plan, route_boxes
+from weft.core.proof import prove
+from weft.core.recipe import QUANT_BLOCK, Op, Recipe, scale_shape, to_destination_dims, widen
+from weft.core.topology import Topology
+from weft.errors import ConfigError, PlanError
+
+CANDIDATES_PER_BLOCK = 2_000_000
+"""Piece-shard pairs intersected at once: bounds the memory of planning."""
+
+
+def make_plan(
+    *,
+    trainer: Layout,
+    recipe: Recipe,
+    topology: Topology,
+    policy: Policy | str = Policy.BALANCED,
+    settings: Settings | None = None,
+    model: str = "",
+    gathered: bool = False,
+    ignore: Sequence[str] = (),
+    on_stage: Callable[[str], None] = lambda _: None,
+) -> Plan:
+    """The routing plan; raises if the two sides do not fit, never returns an unproven plan."""
+    chosen = _policy(policy)
+    if topology.num_trainers != trainer.num_ranks or topology.num_engines != recipe.engine.num_ranks:
+        raise PlanError(
+            f"the topology has {topology.num_trainers} trainers and {topology.num_engines} engine ranks, "
+            f"the layouts {trainer.num_ranks} and {recipe.engine.num_ranks}"
+        )
+    on_stage("checking layouts")
+    trainer.check()
+    recipe.check_sources(trainer, ignore=ignore)
+    sources = with_scales(trainer, recipe)
+    num_dims = max(sources.num_dims, recipe.engine.num_dims)
+    sources = widen(sources, num_dims)
+
+    on_stage("intersecting pieces with shards")
+    piece, shard = _candidates(recipe, sources)
+    piece, shard, dst_lo, src_lo, extent = _intersect(recipe, sources, piece, shard)
+
+    on_stage(f"choosing senders ({chosen})")
+    engine = recipe.engine
+    dst = recipe.dst[piece]
+    demand = Demand(
+        row_bytes=boxes.volume(extent) * engine.itemsize[dst],
+        holder_group=sources.group_of[shard],
+        receiver_group=engine.group_of[dst],
+        holders=sources.groups,
+        receivers=engine.groups,
+        topology=topology,
+        num_replicas=recipe.num_replicas,
+    )
+    sender = choose_senders(demand, chosen)
+    settings = settings or Settings()
+    plan = Plan(
+        model=model,
+        policy=chosen.value,
+        trainer=sources,
+        recipe=recipe,
+        topology=topology,
+        settings=settings,
+        piece=piece,
+        shard=shard,
+        dst_lo=dst_lo,
+        src_lo=src_lo,
+        extent=extent,
+        path=_paths(recipe, sources, settings, piece, shard, extent),
+        first=demand.first,
+        sender=sender,
+        gathered=gathered,
+    )
+    on_stage("proving exact cover")
+    prove(plan)
+    return plan
+
+
+def _policy(policy: Policy | str) -> Policy:
+    try:
+        return Policy(policy)
+    except ValueError:
+        raise ConfigError(f"unknown policy `{policy}`", hint=f"policies: {', '.join(Policy)}") from None
+
+
+def with_scales(trainer: Layout, recipe: Recipe) -> Layout:
+    """The layout with the block scales of quantised tensors as tensors of their own.
+
+    A scale belongs to the shard that holds the first element of its block: after the holders of a cut block have
+    agreed on its maximum, that one sends it.
+    """
+    wanted = {recipe.sources[i] for i in np.unique(recipe.src[recipe.op == Op.SCALE])}
+    if not wanted:
+        return trainer
+    number = np.full(len(trainer.tensors), -1, dtype=np.int32)
+    scales = []
+    for i, tensor in enumerate(trainer.tensors):
+        if tensor.name in wanted:
+            number[i] = len(trainer.tensors) + len(scales)
+            scales.append(Tensor(name=scale_name(tensor.name), dtype="fp32", shape=scale_shape(tensor.shape)))
+    rows = np.flatnonzero(number[trainer.tensor_of] >= 0)
+    lo = -(-trainer.lo[rows] // QUANT_BLOCK)
+    extent = -(-(trainer.lo[rows] + trainer.extent[rows]) // QUANT_BLOCK) - lo
+    held = (extent > 0).all(axis=1)
+    rows, lo, extent = rows[held], lo[held], extent[held]
+    return replace(
+        trainer,
+        tensors=(*trainer.tensors, *scales),
+        tensor_of=np.concatenate([trainer.tensor_of, number[trainer.tensor_of[rows]]]),
+        group_of=np.concatenate([trainer.group_of, trainer.group_of[rows]]),
+        lo=np.concatenate([trainer.lo, lo]),
+        extent=np.concatenate([trainer.extent, extent]),
+        strides=np.concatenate([trainer.strides, boxes.row_major_strides(extent)]),
+    )
+
+
+def scale_name(weight: str) -> str:
+    """Name of the virtual tensor that holds a weight's block scales on the trainer side."""
+    return f"{weight}::scale"
+
+
+def piece_sources(recipe: Recipe, sources: Layout) -> Ints:
+    """Tensor number, in the layout with scales, that each piece reads; -1 for padding."""
+    number = {tensor.name: i for i, tensor in enumerate(sources.tensors)}
+    plain = np.array([number.get(name, -1) for name in recipe.sources] + [-1], dtype=np.int64)
+    scale = np.array([number.get(scale_name(name), -1) for name in recipe.sources] + [-1], dtype=np.int64)
+    return np.where(recipe.op == Op.SCALE, scale[recipe.src], plain[recipe.src])
+
+
+def _candidates(recipe: Recipe, sources: Layout) -> tuple[Ints, Ints]:
+    """All (piece, shard) pairs of equal source tensor."""
+    order = np.argsort(sources.tensor_of, kind="stable").astype(np.int32)
+    num_shards = np.bincount(sources.tensor_of, minlength=len(sources.tensors))
+    starts = np.cumsum(num_shards) - num_shards
+    tensor = piece_sources(recipe, sources)
+    count = np.where(tensor >= 0, num_shards[tensor], 0)
+    piece = np.repeat(np.arange(len(tensor), dtype=np.int32), count)
+    within = np.arange(len(piece)) - np.repeat(np.cumsum(count) - count, count)
+    return piece, order[np.repeat(starts[tensor], count) + within]
+
+
+def _intersect(recipe: Recipe, sources: Layout, piece: Ints, shard: Ints) -> tuple[Ints, Ints, Ints, Ints, Ints]:
+    """The pairs that overlap, with their boxes as 32-bit columns."""
+    blocks = []
+    for start in range(0, len(piece), CANDIDATES_PER_BLOCK):
+        some = slice(start, start + CANDIDATES_PER_BLOCK)
+        dst_lo, src_lo, extent, overlaps = route_boxes(recipe, sources, piece[some], shard[some])
+        columns = (piece[some], shard[some], dst_lo, src_lo, extent)
+        blocks.append(tuple(column[overlaps].astype(np.int32) for column in columns))
+    joined = [np.concatenate(columns) for columns in zip(*blocks, strict=True)]
+    return joined[0], joined[1], joined[2], joined[3], joined[4]
+
+
+def _paths(recipe: Recipe, sources: Layout, settings: Settings, piece: Ints, shard: Ints, extent: Ints) -> Ints:
+    """Zero-copy where nothing is converted and the common runs of both memories are large; packed elsewhere."""
+    dst = recipe.dst[piece]
+    src_strides = to_destination_dims(sources.strides[shard], recipe.axes[piece], 0)
+    run = boxes.contiguous_run(extent, recipe.engine.strides[dst], src_strides) * recipe.engine.itemsize[dst]
+    direct = (recipe.op[piece] == Op.COPY) & (run >= settings.min_write_bytes)
+    return np.where(direct, Path.ZERO_COPY, Path.PACKED).astype(np.int8)

@@ -1,0 +1,111 @@
+"""The proof that a plan writes every destination byte exactly once, with the right bytes, from a rank that has them.
+
+`prove(plan)` looks only at the plan's columns, not at how they were made, so it also judges plans that were loaded
+or altered. A plan that fails is never run.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from weft.core import boxes
+from weft.core.boxes import Ints
+from weft.core.plan import Plan
+from weft.core.recipe import Op, to_destination_dims
+from weft.errors import PlanError
+
+
+def prove(plan: Plan) -> None:
+    """Raise a PlanError that names the tensors concerned, unless the plan is exact."""
+    _prove_columns(plan)
+    _prove_sources(plan)
+    _prove_senders(plan)
+    _prove_cover(plan)
+
+
+def _prove_columns(plan: Plan) -> None:
+    """Column lengths and references fit together."""
+    num_rows, recipe = plan.num_rows, plan.recipe
+    columns = (plan.shard, plan.dst_lo, plan.src_lo, plan.extent, plan.path, plan.first[1:])
+    if any(len(column) != num_rows for column in columns):
+        raise PlanError("the plan's columns have different lengths")
+    _refuse(plan, (plan.piece < 0) | (plan.piece >= len(recipe.dst)), "refer to a piece that does not exist", None)
+    _refuse(plan, (plan.shard < 0) | (plan.shard >= len(plan.trainer.lo)), "read a shard that does not exist", None)
+    _refuse(plan, (plan.extent < 1).any(axis=1), "are empty", plan.dst)
+    fan_out = recipe.engine.groups.sizes[recipe.engine.group_of[plan.dst]]
+    if plan.first[0] != 0 or plan.first[-1] != len(plan.sender):
+        raise PlanError("the plan's routes do not add up", hint="the plan was cut or altered")
+    _refuse(plan, plan.fan_out != fan_out, "do not have one sender for each engine rank", plan.dst)
+
+
+def _prove_sources(plan: Plan) -> None:
+    """Each route moves the bytes its piece asks for, out of a box its shard holds."""
+    recipe, trainer = plan.recipe, plan.trainer
+    piece, shard = plan.piece, plan.shard
+    axes = recipe.axes[piece]
+    inside = plan.dst_lo - recipe.dst_lo[piece]
+    past = inside + plan.extent > recipe.extent[piece]
+    _refuse(plan, ((inside < 0) | past).any(axis=1), "write outside their piece", plan.dst)
+    offset = to_destination_dims(plan.src_lo - recipe.src_lo[piece], axes, 0)
+    _refuse(plan, (np.where(axes >= 0, inside, 0) != offset).any(axis=1), "read bytes their piece does not ask for", plan.dst)
+    end = plan.src_lo + plan.src_extent
+    held = (plan.src_lo >= trainer.lo[shard]) & (end <= trainer.lo[shard] + trainer.extent[shard])
+    _refuse(plan, ~held.all(axis=1), "read outside the shard of their sender", plan.dst)
+    wanted = _source_tensor(plan)
+    _refuse(plan, trainer.tensor_of[shard] != wanted, "read a shard of another tensor", plan.dst)
+
+
+def _source_tensor(plan: Plan) -> Ints:
+    """Trainer tensor each route must read, by name."""
+    number = {tensor.name: i for i, tensor in enumerate(plan.trainer.tensors)}
+    names = plan.recipe.sources
+    plain = np.array([number.get(name, -1) for name in names] + [-1])
+    scale = np.array([number.get(f"{name}::scale", -1) for name in names] + [-1])
+    src = plan.recipe.src[plan.piece]
+    return np.where(plan.recipe.op[plan.piece] == Op.SCALE, scale[src], plain[src])
+
+
+def _prove_senders(plan: Plan) -> None:
+    """Every sender is one of the ranks that hold the shard."""
+    groups = plan.trainer.groups
+    num_ranks = plan.trainer.num_ranks
+    if len(plan.sender) and not (0 <= plan.sender.min() and plan.sender.max() < num_ranks):
+        raise PlanError(f"the plan names a sender outside 0…{num_ranks - 1}")
+    holds = np.zeros((len(groups.starts) - 1, num_ranks), dtype=bool)
+    holds[np.repeat(np.arange(len(holds)), groups.sizes), groups.members] = True
+    group = np.repeat(plan.trainer.group_of[plan.shard], plan.fan_out)
+    wrong = ~holds[group, plan.sender]
+    if wrong.any():
+        row = int(np.searchsorted(plan.first, np.flatnonzero(wrong)[0], side="right") - 1)
+        name = plan.trainer.tensors[plan.trainer.tensor_of[plan.shard[row]]].name
+        raise PlanError(f"trainer rank {int(plan.sender[wrong][0])} is to send a part of `{name}` it does not hold")
+
+
+def _prove_cover(plan: Plan) -> None:
+    """Routes and declared padding tile every engine tensor."""
+    recipe = plan.recipe
+    padding = np.flatnonzero(recipe.op == Op.PAD)
+    owner = np.concatenate([plan.dst, recipe.dst[padding]])
+    lo = np.concatenate([plan.dst_lo, recipe.dst_lo[padding]])
+    extent = np.concatenate([plan.extent, recipe.extent[padding]])
+    defects = boxes.cover_defects(owner, lo, extent, recipe.engine.shapes)
+    if defects:
+        worst = [
+            f"`{recipe.engine.tensors[row].name}` ({_defect(surplus)})" for row, surplus in list(defects.items())[:5]
+        ]
+        more = f" and {len(defects) - 5} more" if len(defects) > 5 else ""
+        raise PlanError(f"the plan does not write every byte exactly once: {', '.join(worst)}{more}")
+
+
+def _defect(surplus: int) -> str:
+    if surplus == 0:
+        return "bytes are written twice and others never"
+    return f"{surplus} elements too many" if surplus > 0 else f"{-surplus} elements never written"
+
+
+def _refuse(plan: Plan, wrong: NDArray[np.bool_], what: str, dst: Ints | None) -> None:
+    if not wrong.any():
+        return
+    names = "" if dst is None else f": `{plan.recipe.engine.tensors[dst[np.flatnonzero(wrong)[0]]].name}`"
+    raise PlanError(f"{int(wrong.sum())} routes {what}{names}")

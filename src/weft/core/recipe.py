@@ -1,0 +1,389 @@
+"""How every engine tensor is made from checkpoint tensors: Op, Piece, Recipe.
+
+A Piece says `dst box ← op(source tensor, src box, axis order)`. Fusion, tensor- and expert-parallel slices,
+transposes, tied embeddings, repeated KV heads and padding are all just pieces. A Recipe is the engine Layout plus
+all its pieces as columns; rows of the engine layout that are made the same way on several ranks are one row.
+
+    recipe = Recipe.from_pieces({0: [Tensor(name="qkv", dtype="bf16", shape=(12, 4))]}, {0: [
+        Piece(dst="qkv", source="q", dst_lo=(0, 0), extent=(8, 4), src_lo=(0, 0)),
+        Piece(dst="qkv", source="kv", dst_lo=(8, 0), extent=(4, 4), src_lo=(0, 0)),
+    ]})
+
+Loaders that were traced give pieces as strided views instead (`StridedPiece`); `boxes_of_view` turns each into
+as few boxes as it can.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from weft.core import boxes
+from weft.core.boxes import Ints, pad_dims
+from weft.core.layout import Layout, LayoutBuilder, Tensor, check_tensors, shape_column
+from weft.errors import LayoutError
+
+QUANT_BLOCK = 128
+"""Side of the square blocks that share one FP8 scale."""
+MAX_BOXES_PER_VIEW = 1 << 20
+
+
+class Op(enum.IntEnum):
+    """What happens to the bytes between source and destination."""
+
+    COPY = 0
+    """Same dtype, same bits."""
+    CAST = 1
+    """Another floating-point dtype, element by element."""
+    QUANTIZE = 2
+    """FP8 value, with the scale of its 128×128 source block."""
+    SCALE = 3
+    """The FP32 scale itself; boxes are in blocks, not elements."""
+    PAD = 4
+    """No source: destination bytes that are never written, such as vocabulary padding."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """One box of a destination tensor and where it comes from.
+
+    `axes[d]` is the source dimension that destination dimension d walks along, or -1 for a destination dimension
+    of extent 1 that the source does not have (stacked experts). `None` means the same order on both sides.
+    For `Op.PAD` the source is empty.
+    """
+
+    dst: str
+    source: str
+    dst_lo: tuple[int, ...]
+    extent: tuple[int, ...]
+    src_lo: tuple[int, ...]
+    axes: tuple[int, ...] | None = None
+    op: Op = Op.COPY
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StridedPiece:
+    """One copy of a traced loader: a view of the destination ← a view of a source, offsets and strides in elements."""
+
+    dst: str
+    source: str
+    shape: tuple[int, ...]
+    dst_offset: int
+    dst_strides: tuple[int, ...]
+    src_offset: int
+    src_strides: tuple[int, ...]
+    op: Op = Op.COPY
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """All pieces of all engine ranks, as columns over `engine`'s rows and `sources`' names."""
+
+    engine: Layout
+    sources: tuple[str, ...]
+    dst: NDArray[np.int32]
+    """Row of `engine` (and so tensor number) each piece writes."""
+    src: NDArray[np.int32]
+    """Index into `sources`; -1 for padding."""
+    op: NDArray[np.int8]
+    dst_lo: Ints
+    extent: Ints
+    src_lo: Ints
+    axes: Ints
+    num_replicas: int = 1
+    """Identical engines; engine rank = replica * ranks_per_replica + rank inside the replica."""
+
+    @cached_property
+    def src_extent(self) -> Ints:
+        """Extents in source dimension order."""
+        return to_source_dims(self.extent, self.axes)
+
+    def check_cover(self) -> None:
+        """Raise unless the pieces tile every engine tensor exactly."""
+        defects = boxes.cover_defects(self.dst, self.dst_lo, self.extent, self.engine.shapes)
+        if defects:
+            raise LayoutError(
+                f"the recipe does not fill {len(defects)} engine tensors exactly once",
+                problems=tuple(
+                    f"{self.engine.tensors[row].name}: "
+                    + (f"{-surplus} elements have no piece" if surplus < 0 else "pieces overlap")
+                    for row, surplus in defects.items()
+                ),
+                hint="declare bytes without a source as Op.PAD pieces",
+            )
+
+    def check_sources(self, trainer: Layout, *, ignore: Sequence[str] = ()) -> None:
+        """Raise unless trainer tensors and recipe agree; every problem is listed, by tensor name."""
+        problems = tuple(_source_problems(self, trainer, frozenset(ignore)))
+        if problems:
+            raise LayoutError(
+                f"trainer and engine do not agree on {len(problems)} tensors",
+                problems=problems,
+                hint="check that both sides describe the same model; name tensors to leave out with `ignore`",
+            )
+
+    @classmethod
+    def from_pieces(
+        cls,
+        tensors: Mapping[int, Sequence[Tensor]],
+        pieces: Mapping[int, Sequence[Piece]],
+        *,
+        num_replicas: int = 1,
+    ) -> Recipe:
+        """A recipe from each rank's local tensors and pieces; ranks that agree on a tensor share its row."""
+        same: dict[tuple[Tensor, tuple[Piece, ...]], list[int]] = {}
+        for rank, local in tensors.items():
+            check_tensors(local)
+            by_dst: dict[str, list[Piece]] = {tensor.name: [] for tensor in local}
+            for piece in pieces[rank]:
+                if piece.dst not in by_dst:
+                    raise LayoutError(f"engine rank {rank} has no tensor `{piece.dst}` but a piece for it")
+                by_dst[piece.dst].append(piece)
+            for tensor in local:
+                same.setdefault((tensor, tuple(by_dst[tensor.name])), []).append(rank)
+        builder = RecipeBuilder(num_replicas=num_replicas)
+        for (tensor, made_of), ranks in same.items():
+            builder.add(tensor, ranks, made_of)
+        return builder.build(num_ranks=1 + max(tensors))
+
+    @classmethod
+    def from_strided(
+        cls,
+        tensors: Mapping[int, Sequence[Tensor]],
+        pieces: Mapping[int, Sequence[StridedPiece]],
+        sources: Sequence[Tensor],
+        *,
+        num_replicas: int = 1,
+    ) -> Recipe:
+        """A recipe from traced copies between contiguous tensors."""
+        shape_of = {tensor.name: tensor.shape for tensor in sources}
+        boxed: dict[int, list[Piece]] = {}
+        for rank, local in tensors.items():
+            local_shape = {tensor.name: tensor.shape for tensor in local}
+            boxed[rank] = [
+                box
+                for piece in pieces[rank]
+                for box in boxes_of_view(piece, local_shape[piece.dst], shape_of[piece.source])
+            ]
+        return cls.from_pieces(tensors, boxed, num_replicas=num_replicas)
+
+
+class RecipeBuilder:
+    """Collects engine tensors with their pieces and turns them into columns."""
+
+    def __init__(self, *, num_replicas: int = 1) -> None:
+        self._num_replicas = num_replicas
+        self._tensors: list[Tensor] = []
+        self._ranks: list[Sequence[int] | Ints] = []
+        self._dst: list[int] = []
+        self._pieces: list[Piece] = []
+
+    def add(self, tensor: Tensor, ranks: Sequence[int] | Ints, pieces: Sequence[Piece]) -> None:
+        """One engine tensor, equal on all of `ranks`."""
+        row = len(self._tensors)
+        self._tensors.append(tensor)
+        self._ranks.append(ranks)
+        self._dst.extend([row] * len(pieces))
+        self._pieces.extend(pieces)
+
+    def build(self, *, num_ranks: int, text: str = "explicit") -> Recipe:
+        """The finished recipe, with its pieces proven to fill every engine tensor."""
+        layout = LayoutBuilder(self._tensors)
+        for row, (tensor, ranks) in enumerate(zip(self._tensors, self._ranks, strict=True)):
+            layout.add(row, ranks, (0,) * len(tensor.shape), tensor.shape)
+        engine = layout.build(side="engine", num_ranks=num_ranks, text=text)
+        num_dims = max(engine.num_dims, *(len(piece.src_lo) for piece in self._pieces), 1)
+        engine = widen(engine, num_dims)
+        sources = {name: i for i, name in enumerate(dict.fromkeys(p.source for p in self._pieces if p.source))}
+        recipe = Recipe(
+            engine=engine,
+            sources=tuple(sources),
+            dst=np.array(self._dst, dtype=np.int32),
+            src=np.array([sources.get(piece.source, -1) for piece in self._pieces], dtype=np.int32),
+            op=np.array([piece.op for piece in self._pieces], dtype=np.int8),
+            dst_lo=_column([piece.dst_lo for piece in self._pieces], num_dims, 0),
+            extent=shape_column([piece.extent for piece in self._pieces], num_dims),
+            src_lo=_column([piece.src_lo for piece in self._pieces], num_dims, 0),
+            axes=_axes_column(self._pieces, num_dims),
+            num_replicas=self._num_replicas,
+        )
+        recipe.check_cover()
+        return recipe
+
+
+def widen(layout: Layout, num_dims: int) -> Layout:
+    """The same layout with trailing dimensions of size one added."""
+    if layout.num_dims >= num_dims:
+        return layout
+    return replace(
+        layout,
+        lo=pad_dims(layout.lo, num_dims, 0),
+        extent=pad_dims(layout.extent, num_dims, 1),
+        strides=pad_dims(layout.strides, num_dims, 1),
+    )
+
+
+def to_source_dims(extent: Ints, axes: Ints) -> Ints:
+    """Extents given in destination dimension order, in source dimension order."""
+    found = np.ones_like(extent)
+    rows = np.arange(len(extent))
+    for dim in range(extent.shape[1]):
+        mapped = axes[:, dim] >= 0
+        found[rows[mapped], axes[mapped, dim]] = extent[mapped, dim]
+    return found
+
+
+def to_destination_dims(values: Ints, axes: Ints, fill: int) -> Ints:
+    """Values given in source dimension order, in destination dimension order (`fill` where there is none)."""
+    taken = np.take_along_axis(values, np.maximum(axes, 0), axis=1)
+    return np.where(axes >= 0, taken, fill)
+
+
+def scale_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Shape of the block scales of a weight."""
+    return tuple(-(-size // QUANT_BLOCK) for size in shape)
+
+
+def _column(values: Sequence[tuple[int, ...]], num_dims: int, fill: int) -> Ints:
+    padding = (fill,) * num_dims
+    return np.array([(*value, *padding)[:num_dims] for value in values], dtype=np.int64).reshape(-1, num_dims)
+
+
+def _axes_column(pieces: Sequence[Piece], num_dims: int) -> Ints:
+    """Axis order of every piece; trailing dimensions of both sides are paired so that each row is a permutation
+    of the source dimensions in use plus -1 for the rest."""
+    return _column([piece.axes or tuple(range(len(piece.extent))) for piece in pieces], num_dims, -1)
+
+
+def _source_problems(recipe: Recipe, trainer: Layout, ignore: frozenset[str]) -> Iterator[str]:
+    number = {tensor.name: i for i, tensor in enumerate(trainer.tensors)}
+    for name in recipe.sources:
+        if name not in number:
+            yield f"missing: {name} (the engine needs it, no trainer rank has it)"
+    used = frozenset(recipe.sources) | ignore
+    for tensor in trainer.tensors:
+        if tensor.name not in used:
+            yield f"unexpected: {tensor.name} (a trainer has it, no engine tensor uses it)"
+    source_of = np.array([number.get(name, -1) for name in recipe.sources], dtype=np.int64)
+    known = np.flatnonzero((recipe.src >= 0) & (source_of[recipe.src] >= 0))
+    tensor_of = source_of[recipe.src[known]]
+    yield from _shape_problems(recipe, trainer, known, tensor_of)
+    yield from _dtype_problems(recipe, trainer, known, tensor_of)
+
+
+def _shape_problems(recipe: Recipe, trainer: Layout, pieces: Ints, tensor_of: Ints) -> Iterator[str]:
+    num_dims = recipe.extent.shape[1]
+    shapes = pad_dims(trainer.shapes, num_dims, 1)[tensor_of]
+    in_blocks = (recipe.op[pieces] == Op.SCALE)[:, None]
+    limit = np.where(in_blocks, -(-shapes // QUANT_BLOCK), shapes)
+    end = recipe.src_lo[pieces] + recipe.src_extent[pieces]
+    seen = set()
+    for i in np.flatnonzero((end > limit).any(axis=1)):
+        tensor = trainer.tensors[tensor_of[i]]
+        if tensor.name not in seen:
+            seen.add(tensor.name)
+            needs = end[i, : len(tensor.shape)].tolist()
+            yield f"shape: {tensor.name} is {list(tensor.shape)}, the engine reads up to {needs}"
+
+
+def _dtype_problems(recipe: Recipe, trainer: Layout, pieces: Ints, tensor_of: Ints) -> Iterator[str]:
+    names = sorted({tensor.dtype for tensor in (*trainer.tensors, *recipe.engine.tensors)})
+    src_dtype = np.array([names.index(tensor.dtype) for tensor in trainer.tensors])[tensor_of]
+    dst_dtype = np.array([names.index(tensor.dtype) for tensor in recipe.engine.tensors])[recipe.dst[pieces]]
+    wrong = (recipe.op[pieces] == Op.COPY) & (src_dtype != dst_dtype)
+    seen = set()
+    for i in np.flatnonzero(wrong):
+        source, dst = trainer.tensors[tensor_of[i]], recipe.engine.tensors[recipe.dst[pieces[i]]]
+        if source.name not in seen:
+            seen.add(source.name)
+            yield f"dtype: {source.name} is {source.dtype}, {dst.name} is {dst.dtype}, and the piece is a plain copy"
+
+
+def boxes_of_view(
+    piece: StridedPiece, dst_shape: tuple[int, ...], src_shape: tuple[int, ...]
+) -> list[Piece]:
+    """The boxes of a strided copy between two contiguous tensors.
+
+    View dimensions that walk along one tensor dimension on each side stay whole; others (a step larger than one, or
+    two view dimensions along the same tensor dimension) are enumerated.
+    """
+    walks = [
+        (size, _walk(src_stride, src_shape), _walk(dst_stride, dst_shape))
+        for size, src_stride, dst_stride in zip(piece.shape, piece.src_strides, piece.dst_strides, strict=True)
+        if size > 1
+    ]
+    whole, enumerated = _partition_walks(_merge_walks(walks))
+    count = int(np.prod([size for size, _, _ in enumerated], dtype=np.int64)) if enumerated else 1
+    if count > MAX_BOXES_PER_VIEW:
+        raise LayoutError(
+            f"the copy of `{piece.source}` into `{piece.dst}` falls into {count} boxes",
+            hint="declare this tensor's pieces by hand, or let the engine load it",
+        )
+    axes = [-1] * len(dst_shape)
+    extent = [1] * len(dst_shape)
+    for size, (src_dim, _), (dst_dim, _) in whole:
+        axes[dst_dim], extent[dst_dim] = src_dim, size
+    found = []
+    for index in np.ndindex(*[size for size, _, _ in enumerated]):
+        src_lo = list(np.unravel_index(piece.src_offset, src_shape))
+        dst_lo = list(np.unravel_index(piece.dst_offset, dst_shape))
+        for step, (_, (src_dim, src_step), (dst_dim, dst_step)) in zip(index, enumerated, strict=True):
+            src_lo[src_dim] += step * src_step
+            dst_lo[dst_dim] += step * dst_step
+        found.append(
+            Piece(
+                dst=piece.dst,
+                source=piece.source,
+                dst_lo=tuple(int(x) for x in dst_lo),
+                extent=tuple(extent),
+                src_lo=tuple(int(x) for x in src_lo),
+                axes=tuple(axes),
+                op=piece.op,
+            )
+        )
+    return found
+
+
+_Walk = tuple[int, int]
+"""Tensor dimension a view dimension walks along, and its step there."""
+
+
+def _walk(stride: int, shape: tuple[int, ...]) -> _Walk:
+    pitch = 1
+    for dim in range(len(shape) - 1, -1, -1):
+        if stride < pitch * shape[dim] and stride % pitch == 0:
+            return dim, stride // pitch
+        pitch *= shape[dim]
+    raise LayoutError(f"a view with stride {stride} does not fit a tensor of shape {list(shape)}")
+
+
+def _merge_walks(walks: list[tuple[int, _Walk, _Walk]]) -> list[tuple[int, _Walk, _Walk]]:
+    """Join neighbouring view dimensions that are one longer walk on both sides (a reshape of heads, say)."""
+    merged: list[tuple[int, _Walk, _Walk]] = []
+    for size, src, dst in walks:
+        if merged:
+            outer, outer_src, outer_dst = merged[-1]
+            joins = outer_src == (src[0], src[1] * size) and outer_dst == (dst[0], dst[1] * size)
+            if joins:
+                merged[-1] = (outer * size, src, dst)
+                continue
+        merged.append((size, src, dst))
+    return merged
+
+
+def _partition_walks(
+    walks: list[tuple[int, _Walk, _Walk]],
+) -> tuple[list[tuple[int, _Walk, _Walk]], list[tuple[int, _Walk, _Walk]]]:
+    """Walks that can stay whole (longest first), and those that must be enumerated."""
+    whole: list[tuple[int, _Walk, _Walk]] = []
+    enumerated: list[tuple[int, _Walk, _Walk]] = []
+    for walk in sorted(walks, key=lambda w: -w[0]):
+        _, (src_dim, src_step), (dst_dim, dst_step) = walk
+        free = all(src_dim != s[0] and dst_dim != d[0] for _, s, d in whole)
+        (whole if src_step == dst_step == 1 and free else enumerated).append(walk)
+    return whole, enumerated

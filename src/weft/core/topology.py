@@ -1,0 +1,312 @@
+"""Hosts, devices, NICs, rails and links: what the bytes travel over.
+
+A Topology is a kind of host repeated as often as the ranks need. Devices reach the network through NICs (their own,
+several, or shared ones); devices of one NVLink domain reach each other through their links. Presets describe
+well-known machines; a TOML file describes others (`docs/topology.md`).
+
+    topology = load_topology("h100-ib400").place(num_trainers=128, num_engines=32)
+"""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import asdict, dataclass, fields, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from weft.config import read_toml
+from weft.errors import ConfigError
+
+PLACEMENTS = ("separate", "packed")
+MAX_PAIRS = 1 << 26
+"""Most trainer-engine pairs a plan may have (8192 × 8192)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Nic:
+    """One network card of a host."""
+
+    gbps: float
+    """Line rate per direction, in Gb/s."""
+    devices: tuple[int, ...]
+    """Devices of the host that use it; several devices share its rate."""
+    rail: int = 0
+    """Switch plane; traffic between different rails crosses the spine."""
+    efficiency: float = 1.0
+    """Fraction of the line rate that large writes reach."""
+    latency_us: float = 10.0
+    """Time of one write beyond its bytes, when nothing else is in flight."""
+    gap_us: float = 0.1
+    """Shortest time between two writes in a row."""
+
+    @property
+    def line_bytes_per_s(self) -> float:
+        """Line rate in bytes per second."""
+        return self.gbps * 1e9 / 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostKind:
+    """What every host looks like."""
+
+    devices: int
+    nics: tuple[Nic, ...]
+    link_gb_per_s: float
+    """NVLink, PCIe or memory rate between devices of one domain: per device and direction, GB/s."""
+    pinned_gb_per_s: float
+    """Pinned host memory ↔ device, per device and direction, GB/s."""
+    device_gb_per_s: float = 2000.0
+    """Local device memory copy, one way, GB/s."""
+    domain_hosts: int = 1
+    """Hosts whose devices share one link domain (18 for NVL72)."""
+    uplink_gbps: float = 0.0
+    """Limit of a whole host towards the network, Gb/s; 0: only its NICs."""
+    cross_rail_gbps: float = 0.0
+    """Limit of a whole host for traffic that changes rail, Gb/s; 0: none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cluster:
+    """A kind of cluster, not yet filled with ranks."""
+
+    name: str
+    host: HostKind
+    placement: str = "separate"
+    """`separate`: trainers and engines on different hosts; `packed`: engines continue where trainers end."""
+
+    def place(self, *, num_trainers: int, num_engines: int) -> Topology:
+        """Give every rank a device, hosts filled in rank order."""
+        if num_trainers * num_engines > MAX_PAIRS:
+            raise ConfigError(
+                f"{num_trainers} trainers × {num_engines} engine ranks are more pairs than weft plans for",
+                hint=f"at most {MAX_PAIRS} pairs",
+            )
+        per_host = self.host.devices
+        first_engine = num_trainers
+        if self.placement == "separate":
+            per_domain = per_host * self.host.domain_hosts
+            first_engine = -(-num_trainers // per_domain) * per_domain
+        trainers = np.arange(num_trainers)
+        engines = first_engine + np.arange(num_engines)
+        return Topology(cluster=self, trainer_device=trainers, engine_device=engines)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Topology:
+    """A cluster with a device for every trainer and engine rank. Devices are numbered through all hosts."""
+
+    cluster: Cluster
+    trainer_device: NDArray[np.int64]
+    engine_device: NDArray[np.int64]
+
+    @property
+    def host(self) -> HostKind:
+        """What every host looks like."""
+        return self.cluster.host
+
+    @property
+    def num_trainers(self) -> int:
+        """Trainer ranks."""
+        return len(self.trainer_device)
+
+    @property
+    def num_engines(self) -> int:
+        """Engine ranks, of all replicas."""
+        return len(self.engine_device)
+
+    def host_of(self, device: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Host number of devices."""
+        return device // self.host.devices
+
+    def domain_of(self, device: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Link domain number of devices."""
+        return self.host_of(device) // self.host.domain_hosts
+
+    def port_of(self, device: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Port number of devices: the NICs a device uses, shared with the devices that use them too."""
+        ports = np.array(self._ports[0])
+        return self.host_of(device) * len(self._ports[1]) + ports[device % self.host.devices]
+
+    def rail_of(self, device: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Rail of a device's first NIC."""
+        rails = {d: nic.rail for nic in reversed(self.host.nics) for d in nic.devices}
+        return np.array([rails[d] for d in range(self.host.devices)])[device % self.host.devices]
+
+    @cached_property
+    def _ports(self) -> tuple[list[int], list[float]]:
+        """Port of each device of a host, and the rate of each port: devices joined by shared NICs are one port."""
+        port = list(range(self.host.devices))
+        for nic in self.host.nics:
+            joined = {port[d] for d in nic.devices}
+            port = [min(joined) if p in joined else p for p in port]
+        numbers = {p: i for i, p in enumerate(sorted(set(port)))}
+        rates = [0.0] * len(numbers)
+        for nic in self.host.nics:
+            rates[numbers[port[nic.devices[0]]]] += nic.line_bytes_per_s
+        return [numbers[p] for p in port], rates
+
+    def port_rate(self, port: NDArray[np.int64]) -> NDArray[np.float64]:
+        """Line rate of ports, bytes per second and direction."""
+        rates = np.array(self._ports[1])
+        return rates[port % len(rates)]
+
+    @property
+    def nic(self) -> Nic:
+        """The first NIC: per-write costs are taken from it (all NICs of a host are alike)."""
+        return self.host.nics[0]
+
+    @property
+    def link_bytes_per_s(self) -> float:
+        """Rate between two devices of one domain."""
+        return self.host.link_gb_per_s * 1e9
+
+    @cached_property
+    def is_local(self) -> NDArray[np.bool_]:
+        """Matrix [trainer, engine]: whether the pair shares a link domain."""
+        return self.domain_of(self.trainer_device)[:, None] == self.domain_of(self.engine_device)
+
+    @cached_property
+    def changes_rail(self) -> NDArray[np.bool_]:
+        """Matrix [trainer, engine]: whether network traffic of the pair crosses rails."""
+        return self.rail_of(self.trainer_device)[:, None] != self.rail_of(self.engine_device)
+
+    @property
+    def is_uniform(self) -> bool:
+        """Whether every sender reaches every engine the same way, so that only its own port matters."""
+        limited = self.host.uplink_gbps or self.host.cross_rail_gbps
+        return not self.is_local.any() and not limited
+
+    def to_json(self) -> dict[str, Any]:
+        """A description that `cluster_from_mapping` reads back."""
+        host = asdict(self.host)
+        return {
+            "name": self.cluster.name,
+            "placement": self.cluster.placement,
+            "nic": [{**nic, "devices": list(nic["devices"])} for nic in host.pop("nics")],
+            "host": host,
+        }
+
+
+def _one_nic_each(devices: int, **nic: Any) -> tuple[Nic, ...]:
+    return tuple(Nic(devices=(device,), rail=device, **nic) for device in range(devices))
+
+
+CX7 = {"efficiency": 0.934, "latency_us": 11.2, "gap_us": 0.09}
+EFA = {"efficiency": 0.864, "latency_us": 32.1, "gap_us": 0.474}
+"""Fitted to fabric-lib's published micro-benchmarks (`weft validate`, row T3)."""
+
+PRESETS: dict[str, Cluster] = {
+    "h100-ib400": Cluster(
+        name="h100-ib400",
+        host=HostKind(
+            devices=8, nics=_one_nic_each(8, gbps=400, **CX7), link_gb_per_s=450, pinned_gb_per_s=55, device_gb_per_s=1500
+        ),
+    ),
+    "h200-efa3200": Cluster(
+        name="h200-efa3200",
+        host=HostKind(
+            devices=8,
+            nics=tuple(Nic(devices=(i // 2,), rail=i, gbps=200, **EFA) for i in range(16)),
+            link_gb_per_s=450,
+            pinned_gb_per_s=55,
+            device_gb_per_s=2100,
+        ),
+    ),
+    "gb200-nvl72": Cluster(
+        name="gb200-nvl72",
+        host=HostKind(
+            devices=4,
+            nics=_one_nic_each(4, gbps=400, **CX7),
+            link_gb_per_s=900,
+            pinned_gb_per_s=200,
+            device_gb_per_s=3500,
+            domain_hosts=18,
+        ),
+    ),
+    "ethernet-10g": Cluster(
+        name="ethernet-10g",
+        host=HostKind(
+            devices=1,
+            nics=(Nic(devices=(0,), gbps=10, efficiency=0.94, latency_us=50, gap_us=5),),
+            link_gb_per_s=10,
+            pinned_gb_per_s=12,
+            device_gb_per_s=10,
+        ),
+    ),
+}
+
+
+def load_topology(name: str) -> Cluster:
+    """A cluster by preset name, or from a TOML file."""
+    if name in PRESETS:
+        return PRESETS[name]
+    if name.endswith(".toml"):
+        return cluster_from_mapping(read_toml(Path(name)), where=f"`{name}`")
+    close = difflib.get_close_matches(name, PRESETS, n=1, cutoff=0.4)
+    hint = f"did you mean {close[0]}? " if close else ""
+    raise ConfigError(
+        f"unknown topology `{name}`", hint=f"{hint}presets: {', '.join(PRESETS)}; or a path to a .toml file"
+    )
+
+
+def cluster_from_mapping(table: dict[str, Any], *, where: str) -> Cluster:
+    """A cluster from the tables of a TOML file (or of a plan's header)."""
+    nics = table.get("nic")
+    host = table.get("host")
+    if not isinstance(nics, list) or not nics or not isinstance(host, dict):
+        raise ConfigError(f"{where} needs a [host] table and at least one [[nic]]", hint="see docs/topology.md")
+    unknown = set(table) - {"name", "placement", "host", "nic"}
+    if unknown:
+        raise ConfigError(f"{where}: unknown key `{sorted(unknown)[0]}`", hint="keys: name, placement, host, nic")
+    cards = tuple(
+        _build(Nic, {**nic, "devices": tuple(nic.get("devices", ()))}, where=f"{where} [[nic]] {i}")
+        for i, nic in enumerate(nics)
+    )
+    kind = _build(HostKind, {**host, "nics": cards}, where=f"{where} [host]")
+    _check_nics(kind, where)
+    placement = table.get("placement", "separate")
+    if placement not in PLACEMENTS:
+        raise ConfigError(f"{where}: placement is {placement!r}", hint=f"use {' or '.join(PLACEMENTS)}")
+    return Cluster(name=str(table.get("name", where)), host=kind, placement=placement)
+
+
+def _build(kind: type[Any], values: dict[str, Any], *, where: str) -> Any:
+    known = {field.name: field for field in fields(kind)}
+    for name, value in values.items():
+        if name not in known:
+            raise ConfigError(f"{where}: unknown key `{name}`", hint=f"keys: {', '.join(known)}")
+        if name in ("nics", "devices") and isinstance(value, tuple):
+            continue
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1e9:
+            raise ConfigError(f"{where}: {name} is {value!r}", hint="expected a number that is not negative")
+    for name in ("gbps", "link_gb_per_s", "pinned_gb_per_s", "device_gb_per_s", "devices", "domain_hosts"):
+        if values.get(name) == 0:
+            raise ConfigError(f"{where}: {name} is 0", hint="a rate or count must be positive")
+    try:
+        return kind(**values)
+    except TypeError as error:
+        missing = str(error).rpartition("argument")[2].strip(" s:")
+        raise ConfigError(f"{where}: missing {missing}", hint=f"keys: {', '.join(known)}") from error
+
+
+def _check_nics(kind: HostKind, where: str) -> None:
+    served = {device for nic in kind.nics for device in nic.devices}
+    if any(not nic.devices for nic in kind.nics):
+        raise ConfigError(f"{where}: a [[nic]] serves no device", hint="give devices = [0, …]")
+    outside = sorted(d for d in served if not isinstance(d, int) or not 0 <= d < kind.devices)
+    if outside:
+        raise ConfigError(f"{where}: NIC device {outside[0]} is not on the host", hint=f"0 to {kind.devices - 1}")
+    missing = sorted(set(range(kind.devices)) - served)
+    if missing:
+        raise ConfigError(f"{where}: device {missing[0]} has no NIC", hint="list it in some [[nic]].devices")
+
+
+def with_placement(cluster: Cluster, placement: str) -> Cluster:
+    """The same cluster with ranks placed another way."""
+    if placement not in PLACEMENTS:
+        raise ConfigError(f"unknown placement `{placement}`", hint=f"use {' or '.join(PLACEMENTS)}")
+    return replace(cluster, placement=placement)

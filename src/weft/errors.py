@@ -1,0 +1,38 @@
+"""The exception tree. Every error weft raises on purpose is a `WeftError`.
+
+A message says what happened to which noun, what was expected and what was found; the remedy is
+`error.hint`. The command line prints `error:` and `hint:` and exits with code 2.
+
+    raise ConfigError("`tp3` cannot split 8 attention heads", hint="use a divisor of 8: 1, 2, 4, 8")
+"""
+
+from __future__ import annotations
+
+
+class WeftError(Exception):
+    """Base of all weft errors. `hint` says what to do about it."""
+
+    def __init__(self, message: str, *, hint: str | None = None) -> None:
+        super().__init__(message)
+        self.hint = hint
+
+
+class ConfigError(WeftError):
+    """A setting, text or file given by the user is wrong."""
+
+
+class LayoutError(WeftError):
+    """Tensors and shards do not fit together. `problems` names every tensor concerned."""
+
+    def __init__(self, message: str, *, problems: tuple[str, ...] = (), hint: str | None = None) -> None:
+        shown = problems[:20]
+        more = len(problems) - len(shown)
+        lines = [message, *(f"  - {problem}" for problem in shown)]
+        if more:
+            lines.append(f"  … and {more} more")
+        super().__init__("\n".join(lines), hint=hint)
+        self.problems = problems
+
+
+class PlanError(WeftError):
+    """A plan does not write every destination byte exactly once, or a plan file is damaged."""
