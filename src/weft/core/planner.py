@@ -44,7 +44,7 @@ def make_plan(
     on_stage: Callable[[str], None] = lambda _: None,
 ) -> Plan:
     """The routing plan; raises if the two sides do not fit, never returns an unproven plan."""
-    chosen = _policy(policy)
+    chosen = parse_policy(policy)
     if topology.num_trainers != trainer.num_ranks or topology.num_engines != recipe.engine.num_ranks:
         raise PlanError(
             f"the topology has {topology.num_trainers} trainers and {topology.num_engines} engine ranks, "
@@ -97,7 +97,8 @@ def make_plan(
     return plan
 
 
-def _policy(policy: Policy | str) -> Policy:
+def parse_policy(policy: Policy | str) -> Policy:
+    """A policy by name."""
     try:
         return Policy(policy)
     except ValueError:

@@ -1,21 +1,24 @@
 """Trainer layouts from a text: who holds what after DDP, FSDP, HSDP, tensor, pipeline and expert parallelism.
 
-Two families of text, both outermost axis first in rank order and tensor parallelism innermost:
+Two families of text; pipeline stages are always outermost:
 
 - *sharded data parallel* (`ddp8`, `fsdp128`, `hsdp8x16`, `pp2.ep8.fsdp16`, `fsdp8.tp4`): the number of ranks is the
-  product of the axes. `hsdpRxS` is R replicas of S shards. Experts are split over `ep` and then sharded over
-  `fsdp`; everything else is sharded over both (`ep8.fsdp16` is 128-way FSDP for attention). A part after a slash
-  says otherwise: `ep8.fsdp16/hsdp16x8` keeps attention sharded 8-way inside each of 16 groups of neighbours.
+  product of the axes, and ranks are numbered with the last axis of the text fastest, so that `fsdp16.ep8` has the
+  eight expert parts on neighbouring ranks and `ep8.fsdp16` the sixteen shards. `hsdpRxS` is R replicas of S shards.
+  Experts are split over `ep` and then sharded over `fsdp`; everything else is sharded over both (`fsdp16.ep8` is
+  128-way FSDP for attention). A part after a slash says otherwise: `fsdp16.ep8/hsdp16x8` keeps attention sharded
+  8-way inside each of 16 groups of neighbours.
 - *Megatron* (`tp4.pp4.cp2.ep16`, `tp4.dp4.ep8`): pipeline stages of tp·cp·dp ranks; experts are folded over the ranks
   of a stage (`ep` divides tp·cp·dp; `dp` defaults to the smallest that makes it so).
 
 FSDP cuts dimension 0 by PyTorch's rule: ceil-sized chunks, the last ones short or empty.
 
-    layout = trainer_layout(load_model("kimi-k2"), "pp2.ep8.fsdp16/hsdp16x8")
+    layout = trainer_layout(load_model("kimi-k2"), "pp2.fsdp16.ep8/hsdp16x8")
 """
 
 from __future__ import annotations
 
+import enum
 from dataclasses import dataclass
 from math import gcd
 
@@ -55,15 +58,24 @@ class Mesh:
         return self.num_stages * self.stage_size
 
 
-def trainer_layout(model: Model, text: str, *, gather: bool = False) -> Layout:
-    """The layout of a model's policy tensors under a text.
+class Gather(enum.StrEnum):
+    """What is assembled on the trainers before sending. weft itself gathers nothing; other systems do."""
 
-    `gather=True` describes the same ranks after `full_tensor()`: every FSDP shard is whole on all ranks of its
-    mesh. That is what systems that gather before sending plan with.
-    """
+    NONE = "none"
+    MESH = "mesh"
+    """`full_tensor()`: every FSDP shard is whole on all ranks of its mesh."""
+    WORLD = "world"
+    """Everything on every rank: what sending from rank 0 needs."""
+
+
+def trainer_layout(model: Model, text: str, *, gather: Gather = Gather.NONE) -> Layout:
+    """The layout of a model's policy tensors under a text, optionally after a gather."""
     mesh = parse_trainer(text)
-    if gather:
+    if gather is Gather.MESH:
         mesh = _gathered(mesh)
+    elif gather is Gather.WORLD:
+        _check_divisible(model, mesh, text)
+        mesh = parse_trainer(f"ddp{mesh.num_ranks}")
     _check_divisible(model, mesh, text)
     columns = _Columns(mesh, model)
     tensors = model.policy_tensors
@@ -86,7 +98,8 @@ def parse_trainer(text: str) -> Mesh:
     sizes = {name: size[0] for name, size in axes.items() if name != "hsdp"}
     if sharded:
         replicas, shards = _data_parallel(axes)
-        mesh = _sharded_mesh(sizes, replicas, shards)
+        order = ["data" if name in sharded else name for name in axes if name != "pp"]
+        mesh = _sharded_mesh(sizes, replicas, shards, order)
     else:
         mesh = _megatron_mesh(sizes, text)
     check_world(text, mesh.num_ranks, what="trainer")
@@ -100,13 +113,17 @@ def _data_parallel(axes: dict[str, tuple[int, ...]]) -> tuple[int, int]:
     return (axes["ddp"][0], 1) if "ddp" in axes else (1, axes["fsdp"][0])
 
 
-def _sharded_mesh(sizes: dict[str, int], replicas: int, shards: int) -> Mesh:
+def _sharded_mesh(sizes: dict[str, int], replicas: int, shards: int, order: list[str]) -> Mesh:
+    """Ranks numbered along `order` (last fastest), arranged as (replicas, shards, expert parts, tensor parts)."""
     experts, parts = sizes.get("ep", 1), sizes.get("tp", 1)
     check_world("", sizes.get("pp", 1) * replicas * shards * experts * parts, what="trainer")
-    expert = np.arange(replicas * shards * experts * parts).reshape(replicas, shards, experts, parts)
+    extent = {"data": replicas * shards, "ep": experts, "tp": parts}
+    names = [*(name for name in extent if name not in order), *order]
+    ranks = np.arange(replicas * shards * experts * parts).reshape([extent[name] for name in names])
+    ranks = ranks.transpose([names.index(name) for name in ("data", "ep", "tp")])
+    expert = ranks.reshape(replicas, shards, experts, parts)
     dense_shards = 1 if shards == 1 and replicas > 1 else shards * experts
-    dense = expert.reshape(-1, dense_shards, parts)
-    return Mesh(num_stages=sizes.get("pp", 1), dense=dense, expert=expert)
+    return Mesh(num_stages=sizes.get("pp", 1), dense=expert.reshape(-1, dense_shards, parts), expert=expert)
 
 
 def _megatron_mesh(sizes: dict[str, int], text: str) -> Mesh:
@@ -130,7 +147,7 @@ def _megatron_mesh(sizes: dict[str, int], text: str) -> Mesh:
 
 def _with_dense(mesh: Mesh, dense: str, text: str) -> Mesh:
     """Replace the sharding of everything but experts by the part after the slash."""
-    axes = parse_axes(dense, allowed=("ddp", "fsdp", "hsdp"), what="trainer", example="ep8.fsdp16/hsdp16x8")
+    axes = parse_axes(dense, allowed=("ddp", "fsdp", "hsdp"), what="trainer", example="fsdp16.ep8/hsdp16x8")
     if len(axes) != 1:
         raise ConfigError(f"trainer layout `{text}`: one axis goes after the slash", hint="for example /hsdp16x8")
     replicas, shards = _data_parallel(axes)

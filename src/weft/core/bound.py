@@ -1,0 +1,162 @@
+"""How good a plan is: the time its busiest resource needs, and a lower bound no plan can beat.
+
+Resources are trainer ports (transmit), engine ports (receive), links inside a domain, host uplinks, and cross-rail
+capacity. The makespan is the busiest one's bytes over its line rate plus its writes times the NIC's gap.
+
+The bound counts bytes only. For any set A of sender resources, the bytes that *only* members of A can send need at
+least bytes(A) / rate(A); the sets tried are those of the busiest senders of the plan itself, which is exact when the
+plan is balanced. Receivers and uplinks are bounded the same way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from weft.core.plan import Plan
+from weft.core.topology import Topology
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Balance:
+    """Makespan and bound of a plan, in seconds, with the resource that decides each."""
+
+    makespan_s: float
+    bottleneck: str
+    bound_s: float
+    bound_by: str
+    busy_s: dict[str, float]
+    """Seconds of the busiest resource of each kind."""
+    bounds_s: dict[str, float]
+    """Lower bound of each kind."""
+
+    @property
+    def over_bound(self) -> float:
+        """Makespan relative to the bound: 1.0 is optimal."""
+        return self.makespan_s / self.bound_s if self.bound_s else 1.0
+
+
+def balance(plan: Plan) -> Balance:
+    """Measure a plan against its lower bound."""
+    busy = _busy(plan)
+    bounds = _bounds(plan)
+    bottleneck = max(busy, key=lambda name: busy[name])
+    bound_by = max(bounds, key=lambda name: bounds[name])
+    return Balance(
+        makespan_s=busy[bottleneck],
+        bottleneck=bottleneck,
+        bound_s=bounds[bound_by],
+        bound_by=bound_by,
+        busy_s=busy,
+        bounds_s=bounds,
+    )
+
+
+def _busy(plan: Plan) -> dict[str, float]:
+    topology, host = plan.topology, plan.topology.host
+    local = topology.is_local
+    moved = plan.pair_bytes
+    wired = np.where(local, 0, moved)
+    writes = np.where(local, 0, plan.pair_writes)
+    gap_s = topology.nic.gap_us * 1e-6
+    trainers, engines = topology.trainer_device, topology.engine_device
+    sending_s = _port_seconds(topology, trainers, wired.sum(axis=1))
+    gaps_s = _per_port(topology, trainers, writes.sum(axis=1)) * gap_s
+    busy = {
+        "trainer NICs": float((sending_s + gaps_s).max()),
+        "engine NICs": float(_port_seconds(topology, engines, wired.sum(axis=0)).max()),
+    }
+    if local.any():
+        inside = np.where(local, moved, 0)
+        busiest = max(inside.sum(axis=1).max(), inside.sum(axis=0).max())
+        busy["links inside a domain"] = float(busiest / topology.link_bytes_per_s)
+    if host.uplink_gbps:
+        out = _per_host(topology, trainers, wired.sum(axis=1)).max()
+        into = _per_host(topology, engines, wired.sum(axis=0)).max()
+        busy["host uplinks"] = float(max(out, into) / (host.uplink_gbps * 1e9 / 8))
+    if host.cross_rail_gbps:
+        crossing = np.where(topology.changes_rail, wired, 0)
+        most = _per_host(topology, trainers, crossing.sum(axis=1)).max()
+        busy["cross-rail links"] = float(most / (host.cross_rail_gbps * 1e9 / 8))
+    return busy
+
+
+def _bounds(plan: Plan) -> dict[str, float]:
+    """Lower bounds by kind of resource."""
+    topology = plan.topology
+    group, receiver, size = _flows(plan)
+    groups = plan.trainer.groups
+    num_groups, num_trainers = len(groups.starts) - 1, topology.num_trainers
+    holds = np.zeros((num_groups, num_trainers), dtype=bool)
+    holds[np.repeat(np.arange(num_groups), groups.sizes), groups.members] = True
+    has_local = (holds.astype(np.float32) @ topology.is_local.astype(np.float32))[group, receiver] > 0
+    must_wire = np.where(has_local, 0, size).astype(np.float64)
+    by_group = np.bincount(group, weights=must_wire, minlength=num_groups)
+    by_receiver = np.bincount(receiver, weights=must_wire, minlength=topology.num_engines)
+    trainers, engines = topology.trainer_device, topology.engine_device
+    sent = np.where(topology.is_local, 0, plan.pair_bytes).sum(axis=1)
+    bounds = {
+        "trainer NICs": _forced(holds, by_group, topology.port_of(trainers), sent, topology.port_rate),
+        "engine NICs": float(_port_seconds(topology, engines, by_receiver).max()),
+    }
+    if topology.is_local.any():
+        total = plan.pair_bytes.sum(axis=0)
+        inlet = topology.port_rate(topology.port_of(engines)) + topology.link_bytes_per_s
+        bounds["links inside a domain"] = float((total / inlet).max())
+    if topology.host.uplink_gbps:
+        rate = topology.host.uplink_gbps * 1e9 / 8
+        out = _forced(holds, by_group, topology.host_of(trainers), sent, lambda hosts: np.full(len(hosts), rate))
+        into = float(_per_host(topology, engines, by_receiver).max() / rate)
+        bounds["host uplinks"] = max(out, into)
+    return bounds
+
+
+def _forced(
+    holds: NDArray[np.bool_],
+    by_group: Floats,
+    resource_of: NDArray[np.int64],
+    sent: NDArray[np.int64],
+    rate_of: Callable[[NDArray[np.int64]], Floats],
+) -> float:
+    """Largest bytes(A) / rate(A) over the sets A of the k busiest resources, k = 1, 2, …
+
+    `by_group` are the bytes that each holder group must put on the wire; they belong to A when all holders are in A.
+    """
+    names, resource = np.unique(resource_of, return_inverse=True)
+    rate = rate_of(names)
+    level = np.bincount(resource, weights=sent, minlength=len(names)) / rate
+    rank_in_order = np.empty(len(names), dtype=np.int64)
+    order = np.argsort(-level, kind="stable")
+    rank_in_order[order] = np.arange(len(names))
+    last_needed = np.where(holds, rank_in_order[resource], -1).max(axis=1, initial=-1)
+    inside = np.bincount(last_needed[last_needed >= 0], weights=by_group[last_needed >= 0], minlength=len(names))
+    return float((np.cumsum(inside) / np.cumsum(rate[order])).max())
+
+
+def _flows(plan: Plan) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+    """Bytes by (holder group, receiver): all that matters about who may send what to whom."""
+    num_engines = plan.topology.num_engines
+    group = np.repeat(plan.trainer.group_of[plan.shard].astype(np.int64), plan.fan_out)
+    size = np.repeat(plan.row_bytes, plan.fan_out)
+    total = np.bincount(group * num_engines + plan.receiver, weights=size)
+    used = np.flatnonzero(total)
+    return used // num_engines, used % num_engines, total[used].astype(np.int64)
+
+
+def _per_port(topology: Topology, devices: NDArray[np.int64], values: NDArray[np.int64]) -> Floats:
+    _, port = np.unique(topology.port_of(devices), return_inverse=True)
+    return np.bincount(port, weights=values)
+
+
+def _port_seconds(topology: Topology, devices: NDArray[np.int64], moved: Floats | NDArray[np.int64]) -> Floats:
+    names, port = np.unique(topology.port_of(devices), return_inverse=True)
+    return np.asarray(np.bincount(port, weights=moved) / topology.port_rate(names))
+
+
+def _per_host(topology: Topology, devices: NDArray[np.int64], values: Floats | NDArray[np.int64]) -> Floats:
+    return np.bincount(topology.host_of(devices), weights=values)

@@ -1,0 +1,81 @@
+"""A transfer described in texts, as a person types it, and the plan for it.
+
+    plan = plan_case(Case(model="qwen3-0.6b", trainer="fsdp4", engine="tp2"))
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from weft.config import Settings
+from weft.core.assign import Policy
+from weft.core.catalog import load_model
+from weft.core.engine_layout import engine_recipe
+from weft.core.model import Model
+from weft.core.plan import Plan
+from weft.core.planner import make_plan, parse_policy
+from weft.core.topology import load_topology, with_placement
+from weft.core.trainer_layout import Gather, trainer_layout
+from weft.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """Everything a plan depends on."""
+
+    model: str
+    """Catalog name or path of a config.json."""
+    trainer: str
+    engine: str
+    num_replicas: int = 1
+    dtype: str = "bf16"
+    """Engine precision: bf16, fp16, fp32 or fp8-block128."""
+    trainer_dtype: str = ""
+    """Trainer precision; empty: as the model's config says."""
+    topology: str = "h100-ib400"
+    placement: str = ""
+    """Where engines go relative to trainers; empty: as the topology says."""
+    policy: str = "balanced"
+    gather: str = "none"
+    """`mesh` or `world` to plan like systems that gather first; `rank0` always gathers the world."""
+
+
+def plan_case(
+    case: Case,
+    *,
+    model: Model | None = None,
+    settings: Settings | None = None,
+    on_stage: Callable[[str], None] = lambda _: None,
+) -> Plan:
+    """The proven plan of a case. `model` saves loading it again."""
+    policy = parse_policy(case.policy)
+    gather = Gather.WORLD if policy is Policy.RANK0 else _gather(case.gather)
+    on_stage(f"listing the tensors of {case.model}")
+    model = model or load_model(case.model)
+    if case.trainer_dtype:
+        model = model.with_dtype(case.trainer_dtype)
+    on_stage(f"laying out trainers {case.trainer}")
+    trainer = trainer_layout(model, case.trainer, gather=gather)
+    on_stage(f"laying out engines {case.engine}")
+    recipe = engine_recipe(model, case.engine, num_replicas=case.num_replicas, dtype=case.dtype)
+    cluster = load_topology(case.topology)
+    if case.placement:
+        cluster = with_placement(cluster, case.placement)
+    return make_plan(
+        trainer=trainer,
+        recipe=recipe,
+        topology=cluster.place(num_trainers=trainer.num_ranks, num_engines=recipe.engine.num_ranks),
+        policy=policy,
+        settings=settings,
+        model=model.name,
+        gathered=gather is not Gather.NONE,
+        on_stage=on_stage,
+    )
+
+
+def _gather(text: str) -> Gather:
+    try:
+        return Gather(text)
+    except ValueError:
+        raise ConfigError(f"unknown gather `{text}`", hint=f"use {', '.join(Gather)}") from None

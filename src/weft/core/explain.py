@@ -1,0 +1,74 @@
+"""How one tensor travels: the routes of a plan that read or write it, in words a person can follow."""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import dataclass
+
+import numpy as np
+
+from weft.core.boxes import Ints
+from weft.core.plan import Path, Plan
+from weft.core.recipe import Op
+from weft.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Explanation:
+    """One row of a plan: the same boxes, to one or more engine ranks."""
+
+    tensor: str
+    receivers: tuple[int, ...]
+    dst_lo: tuple[int, ...]
+    extent: tuple[int, ...]
+    op: str
+    source: str
+    src_lo: tuple[int, ...]
+    holders: tuple[int, ...]
+    senders: tuple[int, ...]
+    """One for each receiver."""
+    path: str
+    num_bytes: int
+    """Of one copy."""
+    num_writes: int
+    """Of one copy; 0: packed together with other small rows."""
+
+
+def explain(plan: Plan, name: str) -> list[Explanation]:
+    """All routes of an engine tensor, or of a trainer tensor, by name."""
+    engine_rows = [i for i, tensor in enumerate(plan.recipe.engine.tensors) if tensor.name == name]
+    source_rows = [i for i, tensor in enumerate(plan.trainer.tensors) if tensor.name == name]
+    if not engine_rows and not source_rows:
+        known = {tensor.name for tensor in (*plan.recipe.engine.tensors, *plan.trainer.tensors)}
+        close = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
+        hint = f"did you mean {', '.join(close)}?" if close else "use a name of the checkpoint or of the engine"
+        raise ConfigError(f"the plan has no tensor `{name}`", hint=hint)
+    written = np.isin(plan.dst, engine_rows)
+    read = np.isin(plan.trainer.tensor_of[plan.shard], source_rows)
+    return [_row(plan, int(row)) for row in np.flatnonzero(written | read)]
+
+
+def _row(plan: Plan, row: int) -> Explanation:
+    tensor = plan.recipe.engine.tensors[plan.dst[row]]
+    shard = int(plan.shard[row])
+    source = plan.trainer.tensors[plan.trainer.tensor_of[shard]]
+    routes = slice(plan.first[row], plan.first[row + 1])
+    runs, small = plan.row_runs
+    return Explanation(
+        tensor=tensor.name,
+        receivers=_ints(plan.receiver[routes]),
+        dst_lo=_ints(plan.dst_lo[row])[: len(tensor.shape)],
+        extent=_ints(plan.extent[row])[: len(tensor.shape)],
+        op=Op(int(plan.recipe.op[plan.piece[row]])).name.lower(),
+        source=source.name,
+        src_lo=_ints(plan.src_lo[row])[: len(source.shape)],
+        holders=_ints(plan.trainer.groups.of(int(plan.trainer.group_of[shard]))),
+        senders=_ints(plan.sender[routes]),
+        path=Path(int(plan.path[row])).name.lower(),
+        num_bytes=int(plan.row_bytes[row]),
+        num_writes=0 if small[row] else int(runs[row]),
+    )
+
+
+def _ints(values: Ints) -> tuple[int, ...]:
+    return tuple(int(value) for value in values)

@@ -1,0 +1,277 @@
+"""Plan files: canonical JSON header + columns, with a digest; saved, loaded, compared.
+
+Format, version 1. All integers little-endian.
+ 1. 8 bytes magic `WEFTPLAN`; u32 format version; u32 header length (at most 1 GiB).
+ 2. Header: canonical JSON (sorted keys, no spaces): names, texts, tensor tables, topology, settings, and for every
+    column its dtype, shape and stored length, in the order they follow.
+ 3. Columns: zlib-compressed little-endian arrays, one after the other, nothing between or after them.
+ 4. The digest is BLAKE2b-256 over the header without `digest` and stored lengths, then every column uncompressed.
+ 5. A reader refuses: another magic or version, a digest that differs, a column that is shorter or longer than its
+    shape says, bytes after the last column, a plan that `proof.prove` rejects.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import struct
+import zlib
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path as FilePath
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from weft.config import Settings
+from weft.core.layout import Layout, RankGroups, Tensor
+from weft.core.plan import Plan
+from weft.core.proof import prove
+from weft.core.recipe import Recipe
+from weft.core.topology import cluster_from_mapping
+from weft.errors import PlanError, WeftError
+
+MAGIC = b"WEFTPLAN"
+VERSION = 1
+MAX_HEADER_BYTES = 1 << 30
+MAX_COLUMN_BYTES = 1 << 36
+
+Columns = dict[str, NDArray[Any]]
+
+
+def digest(plan: Plan) -> str:
+    """The plan's identity: equal plans have equal digests, on any machine."""
+    return _digest(_header(plan), _columns(plan))
+
+
+def save(plan: Plan, path: FilePath) -> str:
+    """Write the plan; returns its digest. The file appears whole or not at all."""
+    columns = _columns(plan)
+    header = _header(plan)
+    blobs = {name: zlib.compress(_little(column).tobytes(), 1) for name, column in columns.items()}
+    identity = _digest(header, columns)
+    header |= {"digest": identity, "stored": {name: len(blob) for name, blob in blobs.items()}}
+    encoded = _canonical(header)
+    part = path.with_name(path.name + ".part")
+    try:
+        with part.open("wb") as file:
+            file.write(MAGIC + struct.pack("<II", VERSION, len(encoded)) + encoded)
+            file.writelines(blobs.values())
+        part.replace(path)
+    except OSError as error:
+        raise PlanError(f"cannot write `{path}`: {error.strerror}") from error
+    return identity
+
+
+def load(path: FilePath) -> Plan:
+    """Read, check and prove a plan."""
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise PlanError(f"cannot read `{path}`: {error.strerror}") from error
+    try:
+        header, columns = _decode(data)
+        plan = _plan(header, columns)
+    except (KeyError, TypeError, ValueError, IndexError, zlib.error, struct.error) as error:
+        raise PlanError(f"`{path}` is not a whole weft plan: {error}", hint="make it again with `weft plan`") from error
+    except WeftError as error:
+        raise PlanError(f"`{path}`: {error}", hint="make it again with `weft plan`") from error
+    prove(plan)
+    return plan
+
+
+def _decode(data: bytes) -> tuple[dict[str, Any], Columns]:
+    if data[:8] != MAGIC:
+        raise ValueError("wrong magic bytes")
+    version, length = struct.unpack_from("<II", data, 8)
+    if version != VERSION:
+        raise ValueError(f"format version {version}, expected {VERSION}")
+    if length > MAX_HEADER_BYTES or 16 + length > len(data):
+        raise ValueError("the header is longer than the file")
+    header = json.loads(data[16 : 16 + length])
+    position = 16 + length
+    columns: Columns = {}
+    for name, (dtype, shape) in header["columns"].items():
+        stored = int(header["stored"][name])
+        columns[name] = _read_column(data[position : position + stored], dtype, shape)
+        position += stored
+    if position != len(data):
+        raise ValueError("bytes after the last column, or missing ones")
+    if _digest(header, columns) != header["digest"]:
+        raise ValueError("the digest does not match: the file is damaged or was altered")
+    return header, columns
+
+
+def _read_column(blob: bytes, dtype: str, shape: list[int]) -> NDArray[Any]:
+    kind = np.dtype(dtype)
+    if kind.kind != "i" or any(not isinstance(size, int) or size < 0 for size in shape):
+        raise ValueError(f"a column of {dtype} {shape}")
+    expected = int(np.prod(shape, dtype=np.int64)) * kind.itemsize
+    if expected > MAX_COLUMN_BYTES:
+        raise ValueError("a column is too large")
+    inflater = zlib.decompressobj()
+    raw = inflater.decompress(blob, expected + 1)
+    if len(raw) != expected or not inflater.eof:
+        raise ValueError("a column has another length than its shape says")
+    return np.frombuffer(raw, dtype=kind).reshape(shape)
+
+
+def _little(column: NDArray[Any]) -> NDArray[Any]:
+    return np.ascontiguousarray(column, dtype=column.dtype.newbyteorder("<"))
+
+
+def _canonical(value: Mapping[str, Any]) -> bytes:
+    return json.dumps(value, sort_keys=True, separators=(",", ":")).encode()
+
+
+def _digest(header: Mapping[str, Any], columns: Columns) -> str:
+    hasher = hashlib.blake2b(digest_size=32)
+    hasher.update(_canonical({key: value for key, value in header.items() if key not in ("digest", "stored")}))
+    for column in columns.values():
+        hasher.update(_little(column).data)
+    return hasher.hexdigest()
+
+
+def _header(plan: Plan) -> dict[str, Any]:
+    return {
+        "model": plan.model,
+        "policy": plan.policy,
+        "gathered": plan.gathered,
+        "trainer": _layout_header(plan.trainer),
+        "engine": _layout_header(plan.recipe.engine),
+        "sources": list(plan.recipe.sources),
+        "num_replicas": plan.recipe.num_replicas,
+        "topology": plan.topology.to_json(),
+        "settings": asdict(plan.settings),
+        "columns": {name: [column.dtype.str, list(column.shape)] for name, column in _columns(plan).items()},
+    }
+
+
+def _layout_header(layout: Layout) -> dict[str, Any]:
+    return {
+        "text": layout.text,
+        "num_ranks": layout.num_ranks,
+        "tensors": [[tensor.name, tensor.dtype, list(tensor.shape)] for tensor in layout.tensors],
+    }
+
+
+def _columns(plan: Plan) -> Columns:
+    route = ("piece", "shard", "dst_lo", "src_lo", "extent", "path", "first", "sender")
+    pieces = ("dst", "src", "op", "dst_lo", "extent", "src_lo", "axes")
+    columns = {f"route.{name}": getattr(plan, name) for name in route}
+    columns |= {f"piece.{name}": getattr(plan.recipe, name) for name in pieces}
+    for side, layout in (("trainer", plan.trainer), ("engine", plan.recipe.engine)):
+        columns |= {f"{side}.{name}": getattr(layout, name) for name in _LAYOUT_COLUMNS}
+        columns |= {f"{side}.members": layout.groups.members, f"{side}.starts": layout.groups.starts}
+    return dict(sorted(columns.items()))
+
+
+_LAYOUT_COLUMNS = ("tensor_of", "group_of", "lo", "extent", "strides")
+
+
+def _plan(header: dict[str, Any], columns: Columns) -> Plan:
+    layouts = {side: _layout(header[side], side, columns) for side in ("trainer", "engine")}
+    recipe = Recipe(
+        engine=layouts["engine"],
+        sources=tuple(header["sources"]),
+        num_replicas=header["num_replicas"],
+        **{name.removeprefix("piece."): column for name, column in columns.items() if name.startswith("piece.")},
+    )
+    cluster = cluster_from_mapping(header["topology"], where="the plan's topology")
+    topology = cluster.place(num_trainers=layouts["trainer"].num_ranks, num_engines=layouts["engine"].num_ranks)
+    return Plan(
+        model=header["model"],
+        policy=header["policy"],
+        gathered=header["gathered"],
+        trainer=layouts["trainer"],
+        recipe=recipe,
+        topology=topology,
+        settings=Settings(**header["settings"]),
+        **{name.removeprefix("route."): column for name, column in columns.items() if name.startswith("route.")},
+    )
+
+
+def _layout(header: dict[str, Any], side: str, columns: Columns) -> Layout:
+    return Layout(
+        side=side,
+        num_ranks=header["num_ranks"],
+        tensors=tuple(Tensor(name=name, dtype=dtype, shape=tuple(shape)) for name, dtype, shape in header["tensors"]),
+        groups=RankGroups(members=columns[f"{side}.members"], starts=columns[f"{side}.starts"]),
+        text=header["text"],
+        **{name: columns[f"{side}.{name}"] for name in _LAYOUT_COLUMNS},
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Difference:
+    """What changes between two plans, in routes and bytes."""
+
+    same_digest: bool
+    num_same: int
+    num_moved: int
+    """Same boxes, same receiver, another sender."""
+    num_removed: int
+    num_added: int
+    moved_bytes: int
+    removed_bytes: int
+    added_bytes: int
+    tensors: tuple[str, ...]
+    """Engine tensors with any change, the first twenty by name."""
+
+
+def compare(old: Plan, new: Plan) -> Difference:
+    """Match routes of two plans by boxes and receiver, and see what changed."""
+    old_keys, new_keys = _route_keys(old), _route_keys(new)
+    _, in_old, in_new = np.intersect1d(old_keys, new_keys, return_indices=True)
+    moved = old.sender[in_old] != new.sender[in_new]
+    removed = np.ones(len(old_keys), dtype=bool)
+    removed[in_old] = False
+    added = np.ones(len(new_keys), dtype=bool)
+    added[in_new] = False
+    old_bytes, new_bytes = (np.repeat(plan.row_bytes, plan.fan_out) for plan in (old, new))
+    changed = _tensor_names(old, removed) | _tensor_names(new, added)
+    moved_mask = np.zeros(len(new_keys), dtype=bool)
+    moved_mask[in_new[moved]] = True
+    changed |= _tensor_names(new, moved_mask)
+    return Difference(
+        same_digest=digest(old) == digest(new),
+        num_same=int((~moved).sum()),
+        num_moved=int(moved.sum()),
+        num_removed=int(removed.sum()),
+        num_added=int(added.sum()),
+        moved_bytes=int(new_bytes[moved_mask].sum()),
+        removed_bytes=int(old_bytes[removed].sum()),
+        added_bytes=int(new_bytes[added].sum()),
+        tensors=tuple(sorted(changed)[:20]),
+    )
+
+
+def _tensor_names(plan: Plan, routes: NDArray[np.bool_]) -> set[str]:
+    rows = np.unique(np.searchsorted(plan.first, np.flatnonzero(routes), side="right") - 1)
+    return {plan.recipe.engine.tensors[i].name for i in np.unique(plan.dst[rows])}
+
+
+def _route_keys(plan: Plan) -> NDArray[np.uint64]:
+    """A 64-bit key of every route: engine tensor, receiver, boxes, source, operation."""
+
+    def stir(key: NDArray[np.uint64], value: NDArray[Any]) -> NDArray[np.uint64]:
+        """One round of SplitMix64 after adding the value."""
+        key = key + value.astype(np.uint64) + np.uint64(0x9E3779B97F4A7C15)
+        key = (key ^ (key >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        key = (key ^ (key >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        return key ^ (key >> np.uint64(31))
+
+    engine_names = _name_keys([tensor.name for tensor in plan.recipe.engine.tensors])
+    source_names = _name_keys([tensor.name for tensor in plan.trainer.tensors])
+    key = stir(engine_names[plan.dst], source_names[plan.trainer.tensor_of[plan.shard]])
+    key = stir(key, plan.recipe.op[plan.piece])
+    for column in (plan.dst_lo, plan.src_lo, plan.extent):
+        for dim in range(column.shape[1]):
+            key = stir(key, column[:, dim])
+    return stir(np.repeat(key, plan.fan_out), plan.receiver)
+
+
+def _name_keys(names: list[str]) -> NDArray[np.uint64]:
+    digests = (hashlib.blake2b(name.encode(), digest_size=8).digest() for name in names)
+    return np.frombuffer(b"".join(digests), dtype="<u8")
