@@ -50,10 +50,13 @@ _err = Console(stderr=True, highlight=False)
 Name = Annotated[
     str,
     typer.Argument(
-        metavar="[NAME]", help="A preset (`weft presets`), a model (`weft models`), or the path of a config.json."
+        metavar="[NAME]",
+        help="A preset (`weft presets`), a model (`weft models`), or the path of a config.json.",
     ),
 ]
-Trainer = Annotated[str, typer.Option(help="Trainer layout: ddp8, fsdp128, hsdp8x16, pp2.ep8.fsdp16, tp4.pp4.cp2.ep16.")]
+Trainer = Annotated[
+    str, typer.Option(help="Trainer layout: ddp8, fsdp128, hsdp8x16, pp2.ep8.fsdp16, tp4.pp4.cp2.ep16.")
+]
 Engine = Annotated[str, typer.Option(help="Engine layout: tp8, ep8, tp32.ep32, tp4.dp8.ep32.")]
 Replicas = Annotated[int, typer.Option(help="Number of identical engines.")]
 Dtype = Annotated[str, typer.Option(help="Engine precision: bf16, fp16, fp32, fp8-block128.")]
@@ -160,7 +163,9 @@ def simulate_command(
 
 @app.command("validate")
 def validate_command(
-    only: Annotated[str, typer.Option(help="Test ids that must pass, such as T1,T2: exit code 1 if one does not.")] = "",
+    only: Annotated[
+        str, typer.Option(help="Test ids that must pass, such as T1,T2: exit code 1 if one does not.")
+    ] = "",
     as_json: Json = False,
 ) -> None:
     """Compare planner and simulator with other systems' published results."""
@@ -205,7 +210,9 @@ def presets_command(as_json: Json = False) -> None:
     if as_json:
         _print_json([asdict(preset) for preset in PRESETS.values()])
         return
-    rows = [(p.name, p.model, f"{p.trainer} → {p.num_replicas} × {p.engine}", _range(p), p.system) for p in PRESETS.values()]
+    rows = [
+        (p.name, p.model, f"{p.trainer} → {p.num_replicas} × {p.engine}", _range(p), p.system) for p in PRESETS.values()
+    ]
     _show_table("published runs", ("name", "model", "layouts", "published_s", "system"), rows, as_json=False)
 
 
@@ -268,7 +275,9 @@ class _Asked:
     def case(self) -> Case:
         """The case, with the preset's values where nothing was typed."""
         if not self.name:
-            raise ConfigError("no model given", hint="name a preset, a model or a config.json: weft plan chen-qwen3-235b")
+            raise ConfigError(
+                "no model given", hint="name a preset, a model or a config.json: weft plan chen-qwen3-235b"
+            )
         typed = {key: value for key, value in asdict(self).items() if value and key != "name"}
         if self.num_replicas < 0:
             raise ConfigError(f"{self.num_replicas} engine replicas", hint="at least one replica is needed")
@@ -278,8 +287,10 @@ class _Asked:
         for side in ("trainer", "engine"):
             if side not in typed:
                 load_model(self.name)
-                raise ConfigError(f"no {side} layout given for `{self.name}`", hint=f"add --{side}, for example --{side} "
-                                  + ("fsdp8" if side == "trainer" else "tp2"))
+                raise ConfigError(
+                    f"no {side} layout given for `{self.name}`",
+                    hint=f"add --{side}, for example --{side} " + ("fsdp8" if side == "trainer" else "tp2"),
+                )
         return Case(model=self.name, **typed)
 
 
@@ -348,16 +359,18 @@ def _show_plan(plan: Plan, plan_s: float, *, as_json: bool) -> None:
         _print_json(result)
         return
     sent, received = result["tx_bytes"], result["rx_bytes"]
+    busiest, over = sent["max"] / max(sent["mean"], 1), result["makespan_over_bound"]
+    zero_copy = result["zero_copy_bytes"] / max(result["total_bytes"], 1)
     facts = {
         "from": f"{result['num_trainers']} trainer ranks, {result['trainer']}",
         "to": f"{result['num_engines']} engine ranks, {result['num_replicas']} × {result['engine']}",
         "over": result["topology"],
         "bytes": f"{_gb(result['total_bytes'])} in {result['num_routes']:,} routes and {result['num_writes']:,} writes",
-        "each trainer sends": f"{_gb(sent['min'])} to {_gb(sent['max'])}, busiest {sent['max'] / sent['mean']:.4f} × mean",
+        "each trainer sends": f"{_gb(sent['min'])} to {_gb(sent['max'])}, busiest {busiest:.4f} × mean",
         "each engine receives": f"{_gb(received['min'])} to {_gb(received['max'])}",
-        "zero-copy": f"{result['zero_copy_bytes'] / max(result['total_bytes'], 1):.1%} of the bytes; the rest is packed or converted",
+        "zero-copy": f"{zero_copy:.1%} of the bytes; the rest is packed or converted",
         "busiest": f"{result['bottleneck']}, {result['makespan_s']:.3f} s at line rate",
-        "lower bound": f"{result['bound_s']:.3f} s ({result['bound_by']}); this plan needs {result['makespan_over_bound']:.4f} × that",
+        "lower bound": f"{result['bound_s']:.3f} s ({result['bound_by']}); this plan needs {over:.4f} × that",
         "proven": "every destination byte is written exactly once",
         "planned in": f"{plan_s:.1f} s, {result['peak_rss_bytes'] / 2**30:.2f} GiB",
         "digest": result["digest"][:16] + "…",
@@ -414,10 +427,22 @@ def _show_prediction(plan: Plan, result: dict[str, Any], preset: Preset | None) 
 def _show_rows(rows: list[Row], passed: dict[str, bool]) -> None:
     table = Table(title="published results, predicted", title_justify="left")
     for column in ("test", "quantity", "published", "predicted", "error", "rule", "split", "result"):
-        table.add_column(column, overflow="fold", justify="right" if column in ("published", "predicted", "error") else "left")
+        table.add_column(
+            column,
+            overflow="fold",
+            justify="right" if column in ("published", "predicted", "error") else "left",
+        )
     for row in rows:
         result = "[green]pass[/]" if row.passed else "[bold red]NOT PASSED[/]"
-        cells = (row.id, row.quantity, _number(row.published), _number(row.predicted), f"{row.error:+.1%}", row.rule, row.split)
+        cells = (
+            row.id,
+            row.quantity,
+            _number(row.published),
+            _number(row.predicted),
+            f"{row.error:+.1%}",
+            row.rule,
+            row.split,
+        )
         table.add_row(*(escape(cell) for cell in cells), result)
     _out.print(table)
     for row in rows:
@@ -425,8 +450,8 @@ def _show_rows(rows: list[Row], passed: dict[str, bool]) -> None:
             _out.print(f"[bold]{row.id}[/] not passed: {escape(row.quantity)}. {escape(row.note)}")
     whole = [row_id for row_id, good in passed.items() if good]
     _out.print(
-        f"{sum(row.passed for row in rows)} of {len(rows)} rows pass; all rows of {', '.join(whole)}. Constants are fitted on "
-        "the rows marked fit (micro-benchmarks and stage costs); the others are held out."
+        f"{sum(row.passed for row in rows)} of {len(rows)} rows pass; all rows of {', '.join(whole)}. Constants "
+        "are fitted on the rows marked fit (micro-benchmarks and stage costs); the others are held out."
     )
 
 

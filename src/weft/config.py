@@ -1,7 +1,7 @@
 """Every setting: default, unit, meaning, validation. The only reader of TOML files and `WEFT_*` variables.
 
-    settings = load_settings()                       # defaults, then WEFT_CHUNK_BYTES and friends
-    settings = load_settings(Path("weft.toml"))      # defaults, then the file's [weft] table, then the variables
+settings = load_settings()                       # defaults, then WEFT_CHUNK_BYTES and friends
+settings = load_settings(Path("weft.toml"))      # defaults, then the file's [weft] table, then the variables
 """
 
 from __future__ import annotations

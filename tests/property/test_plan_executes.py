@@ -17,7 +17,17 @@ from weft.core.topology import load_topology, with_placement
 from weft.core.trainer_layout import Gather, trainer_layout
 from weft.errors import LayoutError
 
-DENSE_TRAINERS = ["ddp2", "fsdp3", "fsdp8", "hsdp2x3", "tp2", "tp2.pp2", "fsdp3.tp2", "pp2.fsdp4", "tp4.cp2.dp2"]
+DENSE_TRAINERS = [
+    "ddp2",
+    "fsdp3",
+    "fsdp8",
+    "hsdp2x3",
+    "tp2",
+    "tp2.pp2",
+    "fsdp3.tp2",
+    "pp2.fsdp4",
+    "tp4.cp2.dp2",
+]
 MOE_TRAINERS = ["ep2.fsdp3", "fsdp3.ep2/hsdp2x3", "pp2.ep4.fsdp2", "tp2.pp2.ep4", "ep4.ddp2", *DENSE_TRAINERS]
 ENGINES = ["tp1", "tp2", "tp4", "dp2", "pp2.tp2"]
 MOE_ENGINES = ["ep2", "ep4", "tp2.ep2", "tp2.dp2.ep4", "tp4.ep2", "pp2.ep2", *ENGINES]
@@ -33,12 +43,24 @@ def cases(draw: st.DrawFn) -> tuple[str, str, str, int, str, str, Policy, Gather
     dtype = draw(st.sampled_from(["bf16", "fp32", "fp16", "fp8-block128"]))
     trainer_dtype = draw(st.sampled_from(["bf16", "fp32"]))
     return (
-        name, trainer, engine, replicas, dtype, trainer_dtype, draw(st.sampled_from(Policy)), draw(st.sampled_from(Gather))
+        name,
+        trainer,
+        engine,
+        replicas,
+        dtype,
+        trainer_dtype,
+        draw(st.sampled_from(Policy)),
+        draw(st.sampled_from(Gather)),
     )
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(case=cases(), seed=st.integers(0, 2**32 - 1), packed=st.booleans(), min_write_bytes=st.sampled_from([1, 4096, 1 << 18]))
+@given(
+    case=cases(),
+    seed=st.integers(0, 2**32 - 1),
+    packed=st.booleans(),
+    min_write_bytes=st.sampled_from([1, 4096, 1 << 18]),
+)
 def test_plan_equals_full_load(case, seed, packed, min_write_bytes):
     name, trainer_text, engine_text, replicas, dtype, trainer_dtype, policy, gather = case
     model = tiny_model(name).with_dtype(trainer_dtype)

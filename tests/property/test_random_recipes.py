@@ -1,4 +1,4 @@
-"""Random tensors, shardings, fusions and transposes: the plan moves exactly the right bytes, and only whole plans pass."""
+"""Random tensors, shardings and transposes: the plan moves exactly the right bytes, and only whole plans pass."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ def plans(draw: st.DrawFn) -> Plan:
             row_major = tuple(int(np.prod(extent[d + 1 :])) for d in range(len(extent)))
             gap = draw(st.sampled_from([1, 1, 2]))
             strides = tuple(stride * gap for stride in row_major)
-            for rank in draw(st.sets(st.integers(0, NUM_TRAINERS - 1), min_size=1)):
-                shards.append(Shard(tensor=f"s{i}", rank=rank, lo=lo, extent=extent, strides=strides))
+            ranks = draw(st.sets(st.integers(0, NUM_TRAINERS - 1), min_size=1))
+            shards += [Shard(tensor=f"s{i}", rank=r, lo=lo, extent=extent, strides=strides) for r in sorted(ranks)]
     layout = Layout.from_shards(tensors, shards, num_ranks=NUM_TRAINERS)
     local: dict[int, list[Tensor]] = {rank: [] for rank in range(NUM_ENGINES)}
     pieces: dict[int, list[Piece]] = {rank: [] for rank in range(NUM_ENGINES)}
@@ -69,12 +69,28 @@ def plans(draw: st.DrawFn) -> Plan:
             for dim, axis in enumerate(axes):
                 src_lo[axis] = lo[dim]
             made.append(
-                Piece(dst=name, source=source.name, dst_lo=lo, extent=extent, src_lo=tuple(src_lo), axes=axes, op=op)
+                Piece(
+                    dst=name,
+                    source=source.name,
+                    dst_lo=lo,
+                    extent=extent,
+                    src_lo=tuple(src_lo),
+                    axes=axes,
+                    op=op,
+                )
             )
         if padding:
             lo = (turned[0], *(0,) * (len(turned) - 1))
             made.append(
-                Piece(dst=name, source="", dst_lo=lo, extent=(padding, *turned[1:]), src_lo=(), axes=(-1,) * len(lo), op=Op.PAD)
+                Piece(
+                    dst=name,
+                    source="",
+                    dst_lo=lo,
+                    extent=(padding, *turned[1:]),
+                    src_lo=(),
+                    axes=(-1,) * len(lo),
+                    op=Op.PAD,
+                )
             )
         for rank in draw(st.sets(st.integers(0, NUM_ENGINES - 1), min_size=1)) | {0}:
             local[rank].append(Tensor(name=name, dtype=dtype, shape=shape))

@@ -5,7 +5,6 @@ Independent of weft's pieces: it only knows the model's config, the engine's axe
 
 from __future__ import annotations
 
-
 import numpy as np
 
 from tests.support.executor import NUMPY_DTYPE, Array, block_scales, quantize
@@ -17,7 +16,9 @@ Checkpoint = dict[str, Array]
 class ReferenceEngine:
     """Loads a checkpoint for one rank of an engine with tp·dp ranks (rank = dp part * tp + tp part)."""
 
-    def __init__(self, model: Model, checkpoint: Checkpoint, *, tp: int, ep: int, ranks: int, rank: int, dtype: str) -> None:
+    def __init__(
+        self, model: Model, checkpoint: Checkpoint, *, tp: int, ep: int, ranks: int, rank: int, dtype: str
+    ) -> None:
         self.c, self.w, self.dtype = model.config, checkpoint, dtype
         self.model = model
         self.tp, self.tp_rank = tp, rank % tp
@@ -38,7 +39,12 @@ class ReferenceEngine:
         return self.out
 
     def _layer(self, p: str, layer: int) -> None:
-        for norm in ("input_layernorm", "post_attention_layernorm", "post_self_attn_layernorm", "post_mlp_layernorm"):
+        for norm in (
+            "input_layernorm",
+            "post_attention_layernorm",
+            "post_self_attn_layernorm",
+            "post_mlp_layernorm",
+        ):
             if f"{p}{norm}.weight" in self.w:
                 self._plain(f"{p}{norm}.weight", self.w[f"{p}{norm}.weight"])
         (self._mla if "kv_lora_rank" in self.c else self._attention)(p + "self_attn.")
@@ -162,5 +168,3 @@ class ReferenceEngine:
         scales = [block_scales(part) for part in parts]
         values = [quantize(part, scale) for part, scale in zip(parts, scales, strict=True)]
         return np.concatenate(values), np.concatenate(scales)
-
-

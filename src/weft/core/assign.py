@@ -21,6 +21,8 @@ from weft.core.layout import RankGroups
 from weft.core.topology import Topology
 
 MAX_REFINEMENTS = 20
+UPLINK_ROUNDS = 16
+"""Holders behind one uplink raise it together, so such classes are filled in this many steps."""
 
 
 class Policy(enum.StrEnum):
@@ -85,7 +87,7 @@ def fill_order(levels: NDArray[np.float64], cost: NDArray[np.float64], num_items
 
 
 def _water_fill(levels: NDArray[np.float64], cost: NDArray[np.float64], num_items: int) -> NDArray[np.int64]:
-    """How many items each bin takes; the largest common level below which whole items fit, then one by one."""
+    """How many items each bin takes: whole items below a common level, the rest where it ends lowest."""
     order = np.argsort(levels, kind="stable")
     capacity = np.cumsum(1 / cost[order])
     pressure = np.cumsum(levels[order] / cost[order])
@@ -97,7 +99,7 @@ def _water_fill(levels: NDArray[np.float64], cost: NDArray[np.float64], num_item
         counts[np.argsort(-(levels + counts * cost), kind="stable")[:excess]] -= 1
         counts = np.maximum(counts, 0)
     while (missing := num_items - int(counts.sum())) > 0:
-        lowest = np.argsort(levels + counts * cost, kind="stable")[: min(missing, len(levels))]
+        lowest = np.argsort(levels + (counts + 1) * cost, kind="stable")[: min(missing, len(levels))]
         counts[lowest] += 1
     return counts
 
@@ -247,19 +249,31 @@ class _Exits:
         self._uplink += np.bincount(self._host[senders[over]], weights=size[over], minlength=len(self._uplink))
 
     def fill(self, group: _Class) -> None:
-        """Spread a class over its holders, holders that share an exit taking turns."""
+        """Spread a class over its holders; holders that share an exit or an uplink see each other's load."""
+        group.counts = np.zeros(len(group.holders), dtype=np.int64)
+        shared = np.isfinite(self._uplink_rate) or len(np.unique(group.bins)) < len(group.bins)
+        left = len(group.routes)
+        step = -(-left // UPLINK_ROUNDS) if shared else left
+        while left > 0:
+            taken = _water_fill(self._levels(group), group.cost, min(step, left))
+            self._apply(group, taken)
+            group.counts += taken
+            left -= step
+
+    def _levels(self, group: _Class) -> NDArray[np.float64]:
+        """How busy each holder's way out is: its exit, or the uplink behind it."""
         levels = self.level[group.bins].copy()
         networked = group.bins < self._first_link
         uplinks = self._uplink[self._host[group.holders]] / self._uplink_rate
         levels[networked] = np.maximum(levels[networked], uplinks[networked])
-        group.counts = _water_fill(levels, group.cost, len(group.routes))
-        self._apply(group, 1)
+        return levels
 
     def take_out(self, group: _Class) -> None:
-        self._apply(group, -1)
+        """Undo a fill."""
+        self._apply(group, -group.counts)
 
-    def _apply(self, group: _Class, sign: int) -> None:
-        seconds = sign * group.counts * group.cost
+    def _apply(self, group: _Class, counts: NDArray[np.int64]) -> None:
+        seconds = counts * group.cost
         np.add.at(self.level, group.bins, seconds)
         networked = group.bins < self._first_link
         moved = (seconds * self._rate[group.bins])[networked]

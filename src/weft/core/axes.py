@@ -29,12 +29,14 @@ def parse_axes(text: str, *, allowed: Collection[str], what: str, example: str) 
             raise ConfigError(f"{what} layout `{text}`: axis `{name}` is given twice", hint=hint)
         if (sizes[1] is not None) != (name == "hsdp"):
             raise ConfigError(
-                f"{what} layout `{text}`: `{part}`", hint="hsdp takes replicas x shards, as in hsdp8x16; others one size"
+                f"{what} layout `{text}`: `{part}`",
+                hint="hsdp takes replicas x shards, as in hsdp8x16; others one size",
             )
         axes[name] = tuple(int(size) for size in sizes if size is not None)
         if any(not 1 <= size <= MAX_RANKS for size in axes[name]):
             raise ConfigError(
-                f"{what} layout `{text}`: size of `{part}` is out of range", hint=f"sizes go from 1 to {MAX_RANKS}"
+                f"{what} layout `{text}`: size of `{part}` is out of range",
+                hint=f"sizes go from 1 to {MAX_RANKS}",
             )
     return axes
 

@@ -96,7 +96,7 @@ def _bounds(plan: Plan) -> dict[str, float]:
     holds[np.repeat(np.arange(num_groups), groups.sizes), groups.members] = True
     has_local = (holds.astype(np.float32) @ topology.is_local.astype(np.float32))[group, receiver] > 0
     must_wire = np.where(has_local, 0, size).astype(np.float64)
-    by_group = np.bincount(group, weights=must_wire, minlength=num_groups)
+    by_group = np.bincount(group, must_wire, num_groups).astype(np.float64)
     by_receiver = np.bincount(receiver, weights=must_wire, minlength=topology.num_engines)
     trainers, engines = topology.trainer_device, topology.engine_device
     sent = np.where(topology.is_local, 0, plan.pair_bytes).sum(axis=1)
@@ -150,7 +150,7 @@ def _flows(plan: Plan) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np
 
 def _per_port(topology: Topology, devices: NDArray[np.int64], values: NDArray[np.int64]) -> Floats:
     _, port = np.unique(topology.port_of(devices), return_inverse=True)
-    return np.bincount(port, weights=values)
+    return np.asarray(np.bincount(port, weights=values), dtype=np.float64)
 
 
 def _port_seconds(topology: Topology, devices: NDArray[np.int64], moved: Floats | NDArray[np.int64]) -> Floats:
@@ -159,4 +159,4 @@ def _port_seconds(topology: Topology, devices: NDArray[np.int64], moved: Floats 
 
 
 def _per_host(topology: Topology, devices: NDArray[np.int64], values: Floats | NDArray[np.int64]) -> Floats:
-    return np.bincount(topology.host_of(devices), weights=values)
+    return np.asarray(np.bincount(topology.host_of(devices), weights=values), dtype=np.float64)

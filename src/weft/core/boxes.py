@@ -72,6 +72,8 @@ def cover_defects(owner: Ints, lo: Ints, extent: Ints, shapes: Ints) -> dict[int
     """
     outside = ((lo < 0) | (extent < 1) | (lo + extent > shapes[owner])).any(axis=1)
     suspects = set(np.unique(owner[outside]).tolist())
+    if suspects:
+        owner, lo, extent = owner[~outside], lo[~outside], extent[~outside]
     order = None if _is_sorted(owner) else np.argsort(owner, kind="stable")
     if order is not None:
         owner, lo, extent = owner[order], lo[order], extent[order]

@@ -1,6 +1,6 @@
 """A transfer described in texts, as a person types it, and the plan for it.
 
-    plan = plan_case(Case(model="qwen3-0.6b", trainer="fsdp4", engine="tp2"))
+plan = plan_case(Case(model="qwen3-0.6b", trainer="fsdp4", engine="tp2"))
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from weft.config import Settings
 from weft.core.assign import Policy
 from weft.core.catalog import load_model
-from weft.core.engine_layout import engine_recipe
+from weft.core.engine_layout import engine_recipe, parse_engine
 from weft.core.model import Model
 from weft.core.plan import Plan
 from weft.core.planner import make_plan, parse_policy
 from weft.core.topology import load_topology, with_placement
-from weft.core.trainer_layout import Gather, trainer_layout
+from weft.core.trainer_layout import Gather, parse_trainer, trainer_layout
 from weft.errors import ConfigError
 
 
@@ -51,6 +51,11 @@ def plan_case(
     """The proven plan of a case. `model` saves loading it again."""
     policy = parse_policy(case.policy)
     gather = Gather.WORLD if policy is Policy.RANK0 else _gather(case.gather)
+    cluster = load_topology(case.topology)
+    if case.placement:
+        cluster = with_placement(cluster, case.placement)
+    num_engines = parse_engine(case.engine).num_ranks * case.num_replicas
+    topology = cluster.place(num_trainers=parse_trainer(case.trainer).num_ranks, num_engines=num_engines)
     on_stage(f"listing the tensors of {case.model}")
     model = model or load_model(case.model)
     if case.trainer_dtype:
@@ -59,13 +64,10 @@ def plan_case(
     trainer = trainer_layout(model, case.trainer, gather=gather)
     on_stage(f"laying out engines {case.engine}")
     recipe = engine_recipe(model, case.engine, num_replicas=case.num_replicas, dtype=case.dtype)
-    cluster = load_topology(case.topology)
-    if case.placement:
-        cluster = with_placement(cluster, case.placement)
     return make_plan(
         trainer=trainer,
         recipe=recipe,
-        topology=cluster.place(num_trainers=trainer.num_ranks, num_engines=recipe.engine.num_ranks),
+        topology=topology,
         policy=policy,
         settings=settings,
         model=model.name,

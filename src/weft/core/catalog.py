@@ -42,7 +42,8 @@ def load_model(name: str) -> Model:
     close = difflib.get_close_matches(name.lower(), CONFIGS, n=3, cutoff=0.4)
     hint = f"did you mean {', '.join(close)}? " if close else ""
     raise ConfigError(
-        f"unknown model `{name}`", hint=f"{hint}`weft models` lists the catalog; a path to a config.json works too"
+        f"unknown model `{name}`",
+        hint=f"{hint}`weft models` lists the catalog; a path to a config.json works too",
     )
 
 
@@ -104,7 +105,8 @@ class _Fields:
                 continue
             if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
                 raise ConfigError(
-                    f"config of `{self._name}`: {name} is {value!r}", hint=f"expected a number from {least} to {most}"
+                    f"config of `{self._name}`: {name} is {value!r}",
+                    hint=f"expected a number from {least} to {most}",
                 )
             return value
         if default is None:
@@ -177,7 +179,11 @@ class _Writer:
     def plain(self, name: str, *shape: int, dtype: str | None = None) -> ModelTensor:
         """A tensor every rank holds whole: norms, routers, biases."""
         return ModelTensor(
-            name=self.prefix + name, dtype=dtype or self.dtype, shape=shape, layer=self.layer, policy=self.policy
+            name=self.prefix + name,
+            dtype=dtype or self.dtype,
+            shape=shape,
+            layer=self.layer,
+            policy=self.policy,
         )
 
     def column(self, name: str, rows: int, columns: int, units: int, unit: str, **more: Any) -> Iterator[ModelTensor]:
@@ -348,9 +354,7 @@ def _dense(fields: _Fields, *, qkv_bias: bool = False, out_bias: bool = False, q
     return _decoder(fields, block), fields.count("num_hidden_layers", most=MAX_LAYERS)
 
 
-def _mixture(
-    fields: _Fields, attention: Block, *, correction_bias: bool, draft_vocab: bool = True
-) -> Described:
+def _mixture(fields: _Fields, attention: Block, *, correction_bias: bool, draft_vocab: bool = True) -> Described:
     hidden = fields.count("hidden_size")
     num_dense = fields.count("first_k_dense_replace", default=0, least=0, most=MAX_LAYERS)
     experts = _experts(fields, correction_bias=correction_bias)

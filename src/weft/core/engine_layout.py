@@ -271,7 +271,8 @@ def _vocab_slice(tensor: ModelTensor, num_parts: int, part: int) -> _Slice:
 def _fuse(name: str, slices: list[_Slice], op: Op, *, expert: int | None) -> tuple[list[Piece], tuple[int, ...]]:
     """Pieces that lay slices one after the other along the engine tensor's first dimension, and its shape."""
     pieces: list[Piece] = []
-    rows, rest = 0, ()
+    rows = 0
+    rest: tuple[int, ...] = ()
     for part in slices:
         axes = tuple(range(len(part.extent)))
         axes = axes[::-1] if part.tensor.transposed and len(axes) > 1 else axes

@@ -126,7 +126,8 @@ class Plan:
 
     def _pair_sum(self, values: Ints) -> NDArray[np.float64]:
         shape = (self.topology.num_trainers, self.topology.num_engines)
-        return np.bincount(self.pair, weights=values, minlength=shape[0] * shape[1]).reshape(shape)
+        summed = np.bincount(self.pair, weights=values, minlength=shape[0] * shape[1])
+        return np.asarray(summed, dtype=np.float64).reshape(shape)
 
     @property
     def tx_bytes(self) -> NDArray[np.int64]:
@@ -178,4 +179,5 @@ def route_boxes(
     piece_lo = recipe.src_lo[piece]
     lo, extent = boxes.intersect(piece_lo, recipe.src_extent[piece], trainer.lo[shard], trainer.extent[shard])
     dst_lo = recipe.dst_lo[piece] + to_destination_dims(lo - piece_lo, axes, 0)
-    return dst_lo, lo, to_destination_dims(extent, axes, 1), (extent > 0).all(axis=1)
+    overlaps = np.asarray((extent > 0).all(axis=1))
+    return dst_lo, lo, to_destination_dims(extent, axes, 1), overlaps

@@ -115,7 +115,7 @@ def with_scales(trainer: Layout, recipe: Recipe) -> Layout:
     if not wanted:
         return trainer
     number = np.full(len(trainer.tensors), -1, dtype=np.int32)
-    scales = []
+    scales: list[Tensor] = []
     for i, tensor in enumerate(trainer.tensors):
         if tensor.name in wanted:
             number[i] = len(trainer.tensors) + len(scales)

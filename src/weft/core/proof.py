@@ -6,8 +6,9 @@ or altered. A plan that fails is never run.
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
-from numpy.typing import NDArray
 
 from weft.core import boxes
 from weft.core.boxes import Ints
@@ -31,7 +32,12 @@ def _prove_columns(plan: Plan) -> None:
     if any(len(column) != num_rows for column in columns):
         raise PlanError("the plan's columns have different lengths")
     _refuse(plan, (plan.piece < 0) | (plan.piece >= len(recipe.dst)), "refer to a piece that does not exist", None)
-    _refuse(plan, (plan.shard < 0) | (plan.shard >= len(plan.trainer.lo)), "read a shard that does not exist", None)
+    _refuse(
+        plan,
+        (plan.shard < 0) | (plan.shard >= len(plan.trainer.lo)),
+        "read a shard that does not exist",
+        None,
+    )
     _refuse(plan, (plan.extent < 1).any(axis=1), "are empty", plan.dst)
     fan_out = recipe.engine.groups.sizes[recipe.engine.group_of[plan.dst]]
     if plan.first[0] != 0 or plan.first[-1] != len(plan.sender):
@@ -48,7 +54,12 @@ def _prove_sources(plan: Plan) -> None:
     past = inside + plan.extent > recipe.extent[piece]
     _refuse(plan, ((inside < 0) | past).any(axis=1), "write outside their piece", plan.dst)
     offset = to_destination_dims(plan.src_lo - recipe.src_lo[piece], axes, 0)
-    _refuse(plan, (np.where(axes >= 0, inside, 0) != offset).any(axis=1), "read bytes their piece does not ask for", plan.dst)
+    _refuse(
+        plan,
+        (np.where(axes >= 0, inside, 0) != offset).any(axis=1),
+        "read bytes their piece does not ask for",
+        plan.dst,
+    )
     end = plan.src_lo + plan.src_extent
     held = (plan.src_lo >= trainer.lo[shard]) & (end <= trainer.lo[shard] + trainer.extent[shard])
     _refuse(plan, ~held.all(axis=1), "read outside the shard of their sender", plan.dst)
@@ -70,7 +81,7 @@ def _prove_senders(plan: Plan) -> None:
     """Every sender is one of the ranks that hold the shard."""
     groups = plan.trainer.groups
     num_ranks = plan.trainer.num_ranks
-    if len(plan.sender) and not (0 <= plan.sender.min() and plan.sender.max() < num_ranks):
+    if len(plan.sender) and not (plan.sender.min() >= 0 and plan.sender.max() < num_ranks):
         raise PlanError(f"the plan names a sender outside 0…{num_ranks - 1}")
     holds = np.zeros((len(groups.starts) - 1, num_ranks), dtype=bool)
     holds[np.repeat(np.arange(len(holds)), groups.sizes), groups.members] = True
@@ -104,7 +115,8 @@ def _defect(surplus: int) -> str:
     return f"{surplus} elements too many" if surplus > 0 else f"{-surplus} elements never written"
 
 
-def _refuse(plan: Plan, wrong: NDArray[np.bool_], what: str, dst: Ints | None) -> None:
+def _refuse(plan: Plan, wrong: Any, what: str, dst: Ints | None) -> None:
+    """Raise if any route is `wrong`, naming the first engine tensor concerned."""
     if not wrong.any():
         return
     names = "" if dst is None else f": `{plan.recipe.engine.tensors[dst[np.flatnonzero(wrong)[0]]].name}`"

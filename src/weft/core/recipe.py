@@ -304,9 +304,7 @@ def _dtype_problems(recipe: Recipe, trainer: Layout, pieces: Ints, tensor_of: In
             yield f"dtype: {source.name} is {source.dtype}, {dst.name} is {dst.dtype}, and the piece is a plain copy"
 
 
-def boxes_of_view(
-    piece: StridedPiece, dst_shape: tuple[int, ...], src_shape: tuple[int, ...]
-) -> list[Piece]:
+def boxes_of_view(piece: StridedPiece, dst_shape: tuple[int, ...], src_shape: tuple[int, ...]) -> list[Piece]:
     """The boxes of a strided copy between two contiguous tensors.
 
     View dimensions that walk along one tensor dimension on each side stay whole; others (a step larger than one, or

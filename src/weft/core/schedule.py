@@ -1,9 +1,9 @@
 """Order and size of Chunks: what every sender writes when, under its staging budget.
 
-All routes of one (sender, receiver) pair form a stream of bytes, in plan order. The stream is cut into Chunks of at most
-`chunk_bytes`; a sender goes round its receivers, one Chunk each, starting at a different receiver than its
-neighbours, so that no receiver is hit by all senders at once. A sender holds at most `num_slots` Chunks that are packed or
-converted but not yet written.
+All routes of one (sender, receiver) pair form a stream of bytes, in plan order. The stream is cut into Chunks of
+at most `chunk_bytes`; a sender goes round its receivers, one Chunk each, starting at a different receiver than its
+neighbours, so that no receiver is hit by all senders at once. A sender holds at most `num_slots` Chunks that are
+packed or converted but not yet written.
 
     schedule = make_schedule(plan)
     schedule.of(sender=3)          # row numbers of this sender's chunks, in order
@@ -96,5 +96,7 @@ def _stream_writes(plan: Plan, pair: Ints, size: Ints) -> NDArray[np.float64]:
 def _turns(sender: Ints, receiver: Ints, plan: Plan) -> Ints:
     """Position of a receiver in its sender's round: senders start evenly spread over the receivers."""
     num_engines, num_trainers = plan.topology.num_engines, plan.topology.num_trainers
-    start = sender * num_engines // num_trainers if num_trainers >= num_engines else sender * (num_engines // num_trainers)
+    start = (
+        sender * num_engines // num_trainers if num_trainers >= num_engines else sender * (num_engines // num_trainers)
+    )
     return (receiver - start) % num_engines

@@ -203,7 +203,11 @@ PRESETS: dict[str, Cluster] = {
     "h100-ib400": Cluster(
         name="h100-ib400",
         host=HostKind(
-            devices=8, nics=_one_nic_each(8, gbps=400, **CX7), link_gb_per_s=450, pinned_gb_per_s=55, device_gb_per_s=1500
+            devices=8,
+            nics=_one_nic_each(8, gbps=400, **CX7),
+            link_gb_per_s=450,
+            pinned_gb_per_s=55,
+            device_gb_per_s=1500,
         ),
     ),
     "h200-efa3200": Cluster(

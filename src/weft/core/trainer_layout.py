@@ -93,7 +93,8 @@ def parse_trainer(text: str) -> Mesh:
         raise ConfigError(f"trainer layout `{text}` mixes {' and '.join(sharded)}", hint="use hsdpRxS for both")
     if sharded and ("dp" in axes or "cp" in axes):
         raise ConfigError(
-            f"trainer layout `{text}` mixes {sharded[0]} with Megatron's dp/cp", hint="use hsdpRxS for replicas"
+            f"trainer layout `{text}` mixes {sharded[0]} with Megatron's dp/cp",
+            hint="use hsdpRxS for replicas",
         )
     sizes = {name: size[0] for name, size in axes.items() if name != "hsdp"}
     if sharded:
@@ -225,7 +226,15 @@ class _Columns:
         """Add the shards of one tensor."""
         stages = self._model.stages_of(tensor, self._mesh.num_stages)
         part = self._part_of_expert[tensor.expert] if tensor.expert >= 0 else -1
-        key = (tensor.shape, tensor.split, tensor.num_units, tensor.num_fused, tensor.transposed, stages, part)
+        key = (
+            tensor.shape,
+            tensor.split,
+            tensor.num_units,
+            tensor.num_fused,
+            tensor.transposed,
+            stages,
+            part,
+        )
         if key not in self._templates:
             self._templates[key] = self._template(tensor, stages, part)
         self._tensor_of.append(number)

@@ -20,9 +20,7 @@ from numpy.typing import NDArray
 from weft.core.plan import Plan
 from weft.errors import ConfigError
 
-_RAMP = np.array(
-    [(247, 251, 255), (198, 219, 239), (107, 174, 214), (33, 113, 181), (8, 48, 107)], dtype=np.float64
-)
+_RAMP = np.array([(247, 251, 255), (198, 219, 239), (107, 174, 214), (33, 113, 181), (8, 48, 107)], dtype=np.float64)
 _EMPTY = (255, 255, 255)
 _LEFT, _TOP, _BAR, _GAP = 84, 84, 120, 10
 _MAX_CELLS_WITH_TEXT = 32
@@ -70,7 +68,9 @@ def _cell(count: int, room: int) -> int:
 
 def _titles(plan: Plan) -> list[str]:
     sent, received = plan.tx_bytes, plan.rx_bytes
-    case = f"{plan.trainer.num_ranks} trainer ranks ({plan.trainer.text}) → {plan.recipe.engine.num_ranks} engine ranks "
+    case = (
+        f"{plan.trainer.num_ranks} trainer ranks ({plan.trainer.text}) → {plan.recipe.engine.num_ranks} engine ranks "
+    )
     case += f"({plan.recipe.num_replicas} × {plan.recipe.engine.text})"
     facts = (
         f"{_size(plan.total_bytes)} in {plan.num_routes:,} routes · a trainer sends {_size(sent.min())} to "
@@ -112,7 +112,10 @@ def _png(pixels: NDArray[np.uint8]) -> str:
 def _host_lines(plan: Plan, cell_w: int, cell_h: int, width: int, height: int) -> list[str]:
     topology = plan.topology
     lines = []
-    for devices, step, horizontal in ((topology.trainer_device, cell_h, True), (topology.engine_device, cell_w, False)):
+    for devices, step, horizontal in (
+        (topology.trainer_device, cell_h, True),
+        (topology.engine_device, cell_w, False),
+    ):
         hosts = topology.host_of(devices)
         borders = np.flatnonzero(np.diff(hosts)) + 1
         if len(borders) * 2 > len(devices) or step * topology.host.devices < 8:
@@ -137,7 +140,9 @@ def _ticks(num_rows: int, cell_h: int, num_columns: int, cell_w: int, height: in
         x = _LEFT + rank * cell_w + cell_w / 2
         texts.append(f'<text x="{x}" y="{_TOP - 6}" text-anchor="middle" font-size="10">{rank}</text>')
     middle = _TOP + height / 2
-    texts.append(f'<text x="16" y="{middle}" transform="rotate(-90 16 {middle})" text-anchor="middle">trainer rank</text>')
+    texts.append(
+        f'<text x="16" y="{middle}" transform="rotate(-90 16 {middle})" text-anchor="middle">trainer rank</text>'
+    )
     texts.append(f'<text x="{_LEFT - 6}" y="{_TOP - 6}" text-anchor="end" fill="#555">engine rank</text>')
     return texts
 
@@ -168,11 +173,15 @@ def _bars(matrix: NDArray[np.int64], cell_w: int, cell_h: int, width: int, heigh
     for rank, size in enumerate(sent):
         length = _BAR * size / max(sent.max(), 1)
         bar = max(cell_h - (cell_h > 3), 1)
-        parts.append(f'<rect x="{right}" y="{_TOP + rank * cell_h}" width="{length:.1f}" height="{bar}" fill="#6baed6"/>')
+        parts.append(
+            f'<rect x="{right}" y="{_TOP + rank * cell_h}" width="{length:.1f}" height="{bar}" fill="#6baed6"/>'
+        )
     for rank, size in enumerate(received):
         length = _BAR * size / max(received.max(), 1)
         bar = max(cell_w - (cell_w > 3), 1)
-        parts.append(f'<rect x="{_LEFT + rank * cell_w}" y="{below}" width="{bar}" height="{length:.1f}" fill="#fd8d3c"/>')
+        parts.append(
+            f'<rect x="{_LEFT + rank * cell_w}" y="{below}" width="{bar}" height="{length:.1f}" fill="#fd8d3c"/>'
+        )
     parts.append(f'<text x="{right}" y="{_TOP - 6}">sends, up to {_size(sent.max())}</text>')
     parts.append(f'<text x="{_LEFT}" y="{below + _BAR + 16}">receives, up to {_size(received.max())}</text>')
     return parts

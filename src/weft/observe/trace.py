@@ -1,4 +1,4 @@
-"""Events as a trace that Perfetto (ui.perfetto.dev) and chrome://tracing open: one process per member, one row per lane."""
+"""Events as a trace for Perfetto (ui.perfetto.dev) and chrome://tracing: one process per member, one row per lane."""
 
 from __future__ import annotations
 

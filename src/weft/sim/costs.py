@@ -114,5 +114,3 @@ class GatherCosts:
     def prepare_s(self) -> float:
         """Work of one rank's own, without waiting and transfer."""
         return self.h2d_s + self.full_tensor_s + self.fuse_s + self.quantize_s + self.submit_s
-
-

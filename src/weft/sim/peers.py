@@ -43,7 +43,11 @@ def gather_and_write(preset: Preset, model: Model, *, call_s: float) -> Predicti
     prepare = [_prepare(gather, plan.topology, call_s, offloaded=preset.offloaded) for gather in gathers]
     no_commit = StageCosts(num_control_rounds=1)
     prediction = simulate(
-        plan, options=Options(offloaded=preset.offloaded), costs=no_commit, phase_of_row=phase, prepare=prepare
+        plan,
+        options=Options(offloaded=preset.offloaded),
+        costs=no_commit,
+        phase_of_row=phase,
+        prepare=prepare,
     )
     return replace(prediction, predicted_s=prediction.transfer_s)
 
@@ -68,7 +72,7 @@ class _Gather:
 
 def _gathers(model: Model, mesh: Mesh) -> list[_Gather]:
     """Dense tensors one call each; the experts of a layer, stacked, one call per kind of weight."""
-    replicas, shards, experts, parts = mesh.expert.shape
+    _, shards, experts, parts = mesh.expert.shape
     dense_mesh = np.moveaxis(mesh.dense, 1, -1).reshape(-1, mesh.dense.shape[1])
     expert_mesh = np.moveaxis(mesh.expert, 1, -1).reshape(-1, shards)
     calls = np.zeros((2, mesh.num_stages))
@@ -179,9 +183,7 @@ def _stage_gather_s(model: Model, mesh: Mesh, topology: Topology) -> float:
     """All-gather of one stage's weights over its ranks."""
     ranks = np.arange(mesh.stage_size)[None, :]
     size = sum(t.num_elements * DTYPE_BYTES[t.dtype] for t in model.policy_tensors) / mesh.num_stages
-    everything = _Gather(
-        num_calls=np.zeros(mesh.num_ranks), num_bytes=np.full(mesh.num_ranks, float(size)), mesh=ranks
-    )
+    everything = _Gather(num_calls=np.zeros(mesh.num_ranks), num_bytes=np.full(mesh.num_ranks, float(size)), mesh=ranks)
     return float(_byte_seconds(everything, topology)[0].max())
 
 

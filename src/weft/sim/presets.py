@@ -48,7 +48,16 @@ class Preset:
         )
 
 
-def _chen(name: str, model: str, trainer: str, engine: str, replicas: int, seconds: tuple[float, float], published: str, assumed: str) -> Preset:
+def _chen(
+    name: str,
+    model: str,
+    trainer: str,
+    engine: str,
+    replicas: int,
+    seconds: tuple[float, float],
+    published: str,
+    assumed: str,
+) -> Preset:
     return Preset(
         name=name,
         model=model,
@@ -65,7 +74,18 @@ def _chen(name: str, model: str, trainer: str, engine: str, replicas: int, secon
     )
 
 
-def _miles(name: str, model: str, trainer: str, engine: str, replicas: int, p2p_ms: float, published: str, *, dtype: str = "bf16", assumed: str = "") -> Preset:
+def _miles(
+    name: str,
+    model: str,
+    trainer: str,
+    engine: str,
+    replicas: int,
+    p2p_ms: float,
+    published: str,
+    *,
+    dtype: str = "bf16",
+    assumed: str = "",
+) -> Preset:
     return Preset(
         name=name,
         model=model,
@@ -116,15 +136,92 @@ _LIST = (
         "as chen-kimi-k2",
         "as chen-kimi-k2, but the FSDP16 shards of an expert on two neighbouring nodes (EP8 across node pairs)",
     ),
-    _miles("miles-glm-z1-9b", "glm-z1-9b", "tp2.cp2.dp2", "tp4", 2, 707.1, "TP2 CP2, 1 node → TP4, 1 node; P2P 707.1 ms, NCCL 694.6 ms", assumed="dp2 trainer, two TP4 engines fill the nodes; TP4 repeats the 2 KV heads"),
-    _miles("miles-moonlight-16b", "moonlight-16b-a3b", "tp2.ep8", "tp8.ep8", 1, 1073.3, "TP2 EP8, 1 node → TP8 EP8, 1 node; P2P 1073.3 ms, NCCL 1482.0 ms"),
-    _miles("miles-glm-4.7-flash", "glm-4.7-flash", "tp4.ep8", "tp4.ep4", 2, 4229.0, "TP4 EP8, 1 node → TP4 EP4, 1 node; P2P 4229.0 ms, NCCL 2508.6 ms", assumed="two TP4 engines fill the node"),
-    _miles("miles-glm-5-4layer", "glm-5-4layer", "tp4.ep8", "tp8.ep8", 1, 1260.8, "TP4 EP8, 1 node → TP8 EP8, 1 node; P2P 1260.8 ms, NCCL 732.2 ms", assumed="GLM-5 cut to its first 4 layers (3 dense, 1 MoE)"),
-    _miles("miles-qwen3-30b", "qwen3-30b-a3b", "tp4.dp4.ep8", "tp8.ep8", 2, 2160.2, "TP4 EP8, 2 nodes → TP8 EP8, 2 nodes; P2P 2160.2 ms, NCCL 2670.0 ms"),
-    _miles("miles-glm-4.5-air", "glm-4.5-air", "pp4.ep8", "tp8.ep8", 4, 2637.2, "TP1 PP4 EP8, 4 nodes → TP8 EP8, 4 nodes; P2P 2637.2 ms, NCCL 5001.1 ms"),
-    _miles("miles-qwen3-235b", "qwen3-235b-a22b", "tp4.pp4.cp2.ep16", "tp32.ep32", 2, 3162.0, "TP4 PP4 CP2 EP16, 8 nodes → TP32 EP32, 8 nodes; P2P 3162.0 ms, NCCL 10753.6 ms"),
-    _miles("miles-glm-5", "glm-5", "tp4.pp8.cp2.ep16", "dp64.ep64", 2, 8479.7, "TP4 PP8 CP2 EP16, 16 nodes → TP64 EP64 dp64, 16 nodes; P2P 8479.7 ms, NCCL 58301.5 ms"),
-    _miles("miles-kimi-k2", "kimi-k2", "tp8.pp8.cp4.ep32", "tp4.dp8.ep32", 8, 7227.3, "TP8 PP8 CP4 EP32, 32 nodes → TP32 EP32 dp8, 32 nodes; P2P 7227.3 ms incl. about 884 ms post-load, NCCL 53279.1 ms", dtype="fp8-block128"),
+    _miles(
+        "miles-glm-z1-9b",
+        "glm-z1-9b",
+        "tp2.cp2.dp2",
+        "tp4",
+        2,
+        707.1,
+        "TP2 CP2, 1 node → TP4, 1 node; P2P 707.1 ms, NCCL 694.6 ms",
+        assumed="dp2 trainer, two TP4 engines fill the nodes; TP4 repeats the 2 KV heads",
+    ),
+    _miles(
+        "miles-moonlight-16b",
+        "moonlight-16b-a3b",
+        "tp2.ep8",
+        "tp8.ep8",
+        1,
+        1073.3,
+        "TP2 EP8, 1 node → TP8 EP8, 1 node; P2P 1073.3 ms, NCCL 1482.0 ms",
+    ),
+    _miles(
+        "miles-glm-4.7-flash",
+        "glm-4.7-flash",
+        "tp4.ep8",
+        "tp4.ep4",
+        2,
+        4229.0,
+        "TP4 EP8, 1 node → TP4 EP4, 1 node; P2P 4229.0 ms, NCCL 2508.6 ms",
+        assumed="two TP4 engines fill the node",
+    ),
+    _miles(
+        "miles-glm-5-4layer",
+        "glm-5-4layer",
+        "tp4.ep8",
+        "tp8.ep8",
+        1,
+        1260.8,
+        "TP4 EP8, 1 node → TP8 EP8, 1 node; P2P 1260.8 ms, NCCL 732.2 ms",
+        assumed="GLM-5 cut to its first 4 layers (3 dense, 1 MoE)",
+    ),
+    _miles(
+        "miles-qwen3-30b",
+        "qwen3-30b-a3b",
+        "tp4.dp4.ep8",
+        "tp8.ep8",
+        2,
+        2160.2,
+        "TP4 EP8, 2 nodes → TP8 EP8, 2 nodes; P2P 2160.2 ms, NCCL 2670.0 ms",
+    ),
+    _miles(
+        "miles-glm-4.5-air",
+        "glm-4.5-air",
+        "pp4.ep8",
+        "tp8.ep8",
+        4,
+        2637.2,
+        "TP1 PP4 EP8, 4 nodes → TP8 EP8, 4 nodes; P2P 2637.2 ms, NCCL 5001.1 ms",
+    ),
+    _miles(
+        "miles-qwen3-235b",
+        "qwen3-235b-a22b",
+        "tp4.pp4.cp2.ep16",
+        "tp32.ep32",
+        2,
+        3162.0,
+        "TP4 PP4 CP2 EP16, 8 nodes → TP32 EP32, 8 nodes; P2P 3162.0 ms, NCCL 10753.6 ms",
+    ),
+    _miles(
+        "miles-glm-5",
+        "glm-5",
+        "tp4.pp8.cp2.ep16",
+        "dp64.ep64",
+        2,
+        8479.7,
+        "TP4 PP8 CP2 EP16, 16 nodes → TP64 EP64 dp64, 16 nodes; P2P 8479.7 ms, NCCL 58301.5 ms",
+    ),
+    _miles(
+        "miles-kimi-k2",
+        "kimi-k2",
+        "tp8.pp8.cp4.ep32",
+        "tp4.dp8.ep32",
+        8,
+        7227.3,
+        "TP8 PP8 CP4 EP32, 32 nodes → TP32 EP32 dp8, 32 nodes; P2P 7227.3 ms incl. about 884 ms post-load, "
+        "NCCL 53279.1 ms",
+        dtype="fp8-block128",
+    ),
     Preset(
         name="rdt-kimi-k2",
         model="kimi-k2",
@@ -135,7 +232,8 @@ _LIST = (
         topology="h100-ib400",
         system="vLLM sharded_rdt (RDMA read)",
         published_s=(7.53, 7.53),
-        published="32 train nodes TP8 PP8 EP32 → 16 inference nodes TP32 EP32, 400G, 7.9 TB in 7.53 s; the authors' limits: 1.25 s, 5 s with pipeline stages one after the other",
+        published="32 train nodes TP8 PP8 EP32 → 16 inference nodes TP32 EP32, 400G, 7.9 TB in 7.53 s; the authors' "
+        "limits: 1.25 s, 5 s with pipeline stages one after the other",
         assumed="4 engines",
     ),
     Preset(

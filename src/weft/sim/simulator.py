@@ -1,9 +1,9 @@
 """Runs a Schedule over a Topology: when does the last engine have its last byte?
 
-Every Chunk passes the stages of its sender in order — host→device copy, gather (for systems that gather), convert — then
-its sender's NIC and its receiver's NIC (or the link inside a domain). Each is a resource that serves one Chunk at a time;
-different stages overlap. A Chunk may start only when one of its sender's slots is free. NICs charge a gap per write
-and bytes over the rate they really reach.
+Every Chunk passes the stages of its sender in order (host→device copy, gather for systems that gather, convert), then
+its sender's NIC and its receiver's NIC, or the link inside a domain. Each is a resource that serves one Chunk at a
+time; different stages overlap. A Chunk may start only when one of its sender's slots is free. NICs charge a gap per
+write and bytes over the rate they really reach.
 
     prediction = simulate(plan)
     prediction.predicted_s, prediction.pause_s, prediction.stages
@@ -86,7 +86,9 @@ def simulate(
     """Predict one update. `phase_of_row` and `prepare` describe systems that work in phases and gather."""
     options, costs = options or Options(), costs or StageCosts()
     coarse = max(plan.settings.chunk_bytes, plan.total_bytes // MAX_CHUNKS)
-    sized = replace(plan.settings, chunk_bytes=coarse, max_staging_bytes=max(plan.settings.max_staging_bytes, 2 * coarse))
+    sized = replace(
+        plan.settings, chunk_bytes=coarse, max_staging_bytes=max(plan.settings.max_staging_bytes, 2 * coarse)
+    )
     schedule = make_schedule(replace(plan, settings=sized), phase_of_row=phase_of_row)
     run = _Run(plan, schedule, options, costs, Recorder() if record else None)
     num_phases = int(schedule.phase.max()) + 1 if schedule.num_chunks else 0
@@ -138,9 +140,7 @@ class _Run:
         gather = _spread(work.gather_s, queues)
         nic = _spread(work.gather_nic_s, queues)
         position = [0] * len(queues)
-        waiting = [
-            (self._prepared(queue[0], h2d[s], gather[s]), s) for s, queue in enumerate(queues) if queue
-        ]
+        waiting = [(self._prepared(queue[0], h2d[s], gather[s]), s) for s, queue in enumerate(queues) if queue]
         heapq.heapify(waiting)
         while waiting:
             ready, s = heapq.heappop(waiting)
@@ -241,10 +241,14 @@ class _Run:
         stages = {
             "convert": np.bincount(schedule.sender, weights=self._convert_s, minlength=num_trainers),
             "send": np.bincount(
-                schedule.sender, weights=schedule.num_bytes / self._tx_rate[schedule.sender], minlength=num_trainers
+                schedule.sender,
+                weights=schedule.num_bytes / self._tx_rate[schedule.sender],
+                minlength=num_trainers,
             ),
             "receive": np.bincount(
-                schedule.receiver, weights=schedule.num_bytes / self._rx_rate[schedule.receiver], minlength=num_engines
+                schedule.receiver,
+                weights=schedule.num_bytes / self._rx_rate[schedule.receiver],
+                minlength=num_engines,
             ),
             **self._busy,
         }
@@ -271,7 +275,9 @@ def _source_ratio(plan: Plan) -> float:
     if not plan.num_routes:
         return 1.0
     dst_bytes = plan.row_bytes
-    source = np.array([DTYPE_BYTES[tensor.dtype] for tensor in plan.trainer.tensors])[plan.trainer.tensor_of[plan.shard]]
+    source = np.array([DTYPE_BYTES[tensor.dtype] for tensor in plan.trainer.tensors])[
+        plan.trainer.tensor_of[plan.shard]
+    ]
     itemsize = plan.recipe.engine.itemsize[plan.dst]
     return float((dst_bytes // itemsize * source).sum() / dst_bytes.sum())
 

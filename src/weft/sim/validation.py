@@ -11,8 +11,6 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-import numpy as np
-
 from weft.core.assign import round_robin_sources
 from weft.core.case import plan_case
 from weft.core.catalog import load_model
@@ -159,7 +157,7 @@ def _t1_bytes(cases: _Cases) -> Iterator[Row]:
 def byte_breakdown(plan: Plan) -> dict[str, float]:
     """GB on engine rank 0 by kind of tensor (Qwen3-MoE names)."""
     engine = plan.recipe.engine
-    kinds = {
+    kinds: dict[str, Callable[[str], bool]] = {
         "experts, FP8": lambda name: ".experts." in name,
         "attention, FP8": lambda name: "qkv_proj" in name or "o_proj" in name,
         "embedding and head, BF16": lambda name: "embed_tokens" in name or "lm_head" in name,
@@ -212,7 +210,10 @@ def _t2_plan(cases: _Cases) -> Iterator[Row]:
 def _t3_micro(_: _Cases) -> Iterator[Row]:
     for nic in ("EFA", "CX7"):
         cost = fit_writes(nic)
-        for kind, errors in (("single writes", single_errors(cost, nic)), ("paged writes", paged_errors(cost, nic))):
+        for kind, errors in (
+            ("single writes", single_errors(cost, nic)),
+            ("paged writes", paged_errors(cost, nic)),
+        ):
             worst = max(errors, key=abs)
             yield Row(
                 id="T3",
@@ -294,9 +295,7 @@ def _t6_stages(cases: _Cases) -> Iterator[Row]:
         0.15,
         note="same ranks and sizes; the layout that the published full_tensor time allows",
     )
-    yield _within(
-        "T6", PERPLEXITY, "seconds of host→device copies, Kimi-K2", costs.h2d_s, pairs.stages["h2d"], 0.15
-    )
+    yield _within("T6", PERPLEXITY, "seconds of host→device copies, Kimi-K2", costs.h2d_s, pairs.stages["h2d"], 0.15)
     yield _within(
         "T6",
         PERPLEXITY,
@@ -337,7 +336,11 @@ def _t7_miles_vectors(_: _Cases) -> Iterator[Row]:
             rule="exact",
             passed=same,
         )
-    for name, groups, sessions in (("miles-qwen3-235b", 2, 4), ("miles-glm-5", 4, 8), ("miles-kimi-k2", 1, 8)):
+    for name, groups, sessions in (
+        ("miles-qwen3-235b", 2, 4),
+        ("miles-glm-5", 4, 8),
+        ("miles-kimi-k2", 1, 8),
+    ):
         yield _sessions_row(name, groups, sessions)
 
 
@@ -392,8 +395,9 @@ def _t8_crossover(cases: _Cases) -> Iterator[Row]:
             error=predicted / published - 1,
             rule="same side of 1, within 2×",
             passed=same_sign and off <= 2,
-            note="" if same_sign else "bytes and tensor counts of this model favour P2P; the published P2P time is "
-            "not explained by either",
+            note=""
+            if same_sign
+            else "bytes and tensor counts of this model favour P2P; the published P2P time is not explained by either",
         )
 
 
@@ -414,11 +418,19 @@ def _t10_bulk(cases: _Cases) -> Iterator[Row]:
         yield _points("T10", source, f"% of bytes in feed-forward weights, {name}", published, share)
     experts, total = 512 * 3 * 1024 * 4096 * 60, 396_346_350_336
     yield _points(
-        "T10", source, "% of bytes in feed-forward weights, Qwen3.5-397B-A17B", 97.4, 100 * experts / total,
+        "T10",
+        source,
+        "% of bytes in feed-forward weights, Qwen3.5-397B-A17B",
+        97.4,
+        100 * experts / total,
         note="from its config: 60 layers of 512 experts, text parameters of the published checkpoint",
     )
     yield _points(
-        "T10", source, "% of bytes in feed-forward weights, Nemotron 3 Ultra", 93.8, 100 * 515.396e9 / 549.309e9,
+        "T10",
+        source,
+        "% of bytes in feed-forward weights, Nemotron 3 Ultra",
+        93.8,
+        100 * 515.396e9 / 549.309e9,
         note="from its config: 48 MoE layers of 512 latent experts; split computed, not published",
     )
 
@@ -452,12 +464,22 @@ def _t11_phases(_: _Cases) -> Iterator[Row]:
     copy_rate = 2.1e12
     installed = wire + 2 * size / copy_rate
     yield _within(
-        "T11", source, "seconds of the update (RDMA and install)", 2.842, installed, 0.15,
+        "T11",
+        source,
+        "seconds of the update (RDMA and install)",
+        2.842,
+        installed,
+        0.15,
         note="copies at memory speed explain 0.08 s of the 0.98 s after the RDMA; the rest is the loader graph, group "
         "by group, whose cost is not published",
     )
     yield _within(
-        "T11", source, "seconds in all (with pausing and resuming)", 7.899, installed, 0.15,
+        "T11",
+        source,
+        "seconds in all (with pausing and resuming)",
+        7.899,
+        installed,
+        0.15,
         note="5.2 s is the pause of the serving stack; weft's simulator models transfers, not another stack's pause",
     )
 
@@ -467,7 +489,14 @@ def _t12_delta(_: _Cases) -> Iterator[Row]:
     params = load_model("qwen2.5-72b").num_params
     for density, published in ((0.021, 8.6), (0.026, 10.9)):
         predicted = delta_size.indexed_bytes(params, density, index_bytes=4, value_bytes=2) / 1e9
-        yield _within("T12", verl, f"GB of delta at {density:.1%} changed, 6 bytes per change", published, predicted, 0.1)
+        yield _within(
+            "T12",
+            verl,
+            f"GB of delta at {density:.1%} changed, 6 bytes per change",
+            published,
+            predicted,
+            0.1,
+        )
     coded = (
         ("NeMo-DCR, 30B, 3%", 61.065e9 / 2, 0.03, 1.49, FIT, 0.02, ""),
         ("NeMo-DCR, 30B, 5%", 61.065e9 / 2, 0.05, 2.29, HELD_OUT, 0.1, ""),
@@ -476,14 +505,21 @@ def _t12_delta(_: _Cases) -> Iterator[Row]:
         ("NeMo-DCR, 120B, 5%", 247.2e9 / 2, 0.05, 9.38, HELD_OUT, 0.1, ""),
         ("PULSE, 7B, about 1%", 14e9 / 2, 0.01, 0.108, HELD_OUT, 0.2, ""),
         (
-            "slime, 355B, about 3%", 355e9, 0.03, 5.0, HELD_OUT, 0.2,
+            "slime, 355B, about 3%",
+            355e9,
+            0.03,
+            5.0,
+            HELD_OUT,
+            0.2,
             "the two approximate figures do not belong together: 5 GB is 0.47 bytes per change, less than the "
             "positions alone carry at 3% (0.81 bytes)",
         ),
     )
     for name, num_elements, density, published, split, tolerance, note in coded:
         predicted = delta_size.entropy_coded_bytes(num_elements, density) / 1e9
-        yield _within("T12", name, "GB of delta, entropy-coded", published, predicted, tolerance, split=split, note=note)
+        yield _within(
+            "T12", name, "GB of delta, entropy-coded", published, predicted, tolerance, split=split, note=note
+        )
 
 
 _CHECKS: tuple[tuple[str, Callable[[_Cases], Iterator[Row]]], ...] = (
@@ -505,4 +541,4 @@ _CHECKS: tuple[tuple[str, Callable[[_Cases], Iterator[Row]]], ...] = (
 def passed_ids(rows: list[Row]) -> dict[str, bool]:
     """Whether all rows of each test pass."""
     ids = dict.fromkeys(row.id for row in rows)
-    return {row_id: all(bool(np.all(row.passed)) for row in rows if row.id == row_id) for row_id in ids}
+    return {row_id: all(row.passed for row in rows if row.id == row_id) for row_id in ids}

@@ -1,0 +1,123 @@
+"""The `weft` command as a user runs it: a real process, its streams and exit codes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+
+def weft(*arguments: str, timeout_s: float = 120) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "weft", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False)
+
+
+SMALL = ("qwen3-0.6b", "--trainer", "fsdp4", "--engine", "tp2", "--replicas", "2")
+
+
+def test_plan_json_has_the_documented_fields():
+    done = weft("plan", *SMALL, "--json")
+    assert done.returncode == 0, done.stderr
+    plan = json.loads(done.stdout)
+    assert {
+        "model",
+        "policy",
+        "num_trainers",
+        "num_engines",
+        "total_bytes",
+        "tx_bytes",
+        "rx_bytes",
+        "num_routes",
+        "num_writes",
+        "bound_s",
+        "makespan_s",
+        "makespan_over_bound",
+        "plan_s",
+        "peak_rss_bytes",
+        "digest",
+    } <= plan.keys()
+    assert {"min", "mean", "max"} == plan["tx_bytes"].keys() == plan["rx_bytes"].keys()
+    assert (plan["num_trainers"], plan["num_engines"]) == (4, 4)
+    assert plan["makespan_over_bound"] >= 1
+
+
+def test_simulate_json_has_the_documented_fields(tmp_path):
+    trace = tmp_path / "trace.json"
+    done = weft("simulate", *SMALL, "--trace", str(trace), "--json")
+    assert done.returncode == 0, done.stderr
+    predicted = json.loads(done.stdout)
+    assert {"predicted_s", "stages", "pause_s", "wire_bytes"} <= predicted.keys()
+    assert json.loads(trace.read_text())["traceEvents"]
+
+
+def test_a_plan_is_saved_loaded_compared_explained_and_drawn(tmp_path):
+    saved, picture, page = tmp_path / "a.plan", tmp_path / "a.svg", tmp_path / "a.html"
+    first = weft("plan", *SMALL, "--save", str(saved), "--svg", str(picture), "--json")
+    again = weft("plan", "--load", str(saved), "--svg", str(page), "--json")
+    assert json.loads(first.stdout)["digest"] == json.loads(again.stdout)["digest"]
+    assert picture.read_text().startswith("<svg")
+    assert "trainer ${row}" in page.read_text()
+    difference = weft("plan", *SMALL, "--trainer", "ddp4", "--diff", str(saved), "--json")
+    assert json.loads(difference.stdout)["num_added"] > 0
+    explained = weft("plan", "--load", str(saved), "--explain", "model.layers.0.mlp.gate_up_proj.weight")
+    assert "copy of model.layers.0.mlp.up_proj.weight" in explained.stdout
+
+
+def test_a_preset_can_be_overridden():
+    done = weft("plan", "rlwb-qwen2.5-0.5b", "--trainer", "ddp4", "--policy", "greedy", "--json")
+    plan = json.loads(done.stdout)
+    assert (plan["num_trainers"], plan["policy"]) == (4, "greedy")
+
+
+@pytest.mark.parametrize("command", [("models",), ("presets",), ("topologies",), ("models", "gpt2")])
+def test_listings(command):
+    rows = json.loads(weft(*command, "--json").stdout)
+    assert rows
+    assert weft(*command).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("plan", "qwen9", "--trainer", "fsdp2", "--engine", "tp2"), "unknown model `qwen9`"),
+        (("plan",), "no model given"),
+        (("plan", "qwen3-8b", "--engine", "tp2"), "no trainer layout"),
+        (("plan", "qwen3-8b", "--trainer", "tp3", "--engine", "tp2"), "32 attention heads over 3 parts"),
+        (("plan", "qwen3-8b", "--trainer", "fsdp2", "--engine", "tp3"), "32 attention heads over 3 parts"),
+        (("plan", "qwen3-8b", "--trainer", "fsdp999999999", "--engine", "tp2"), "out of range"),
+        (("plan", "qwen3-8b", "--trainer", "fsdp2", "--engine", "tp2", "--replicas", "-1"), "replicas"),
+        (
+            ("plan", "qwen3-8b", "--trainer", "fsdp60000", "--engine", "tp1", "--replicas", "60000"),
+            "more pairs",
+        ),
+        (
+            ("plan", "qwen3-8b", "--trainer", "fsdp2", "--engine", "tp2", "--policy", "magic"),
+            "unknown policy",
+        ),
+        (
+            ("plan", "qwen3-8b", "--trainer", "fsdp2", "--engine", "tp2", "--topology", "lan"),
+            "unknown topology",
+        ),
+        (("plan", "--load", "/nonexistent.plan"), "cannot read `/nonexistent.plan`"),
+        (("plan", *SMALL, "--explain", "nothing"), "no tensor `nothing`"),
+        (("plan", *SMALL, "--svg", "picture.jpg"), "cannot draw"),
+        (("plan", *SMALL, "--save", "/nonexistent/a.plan"), "cannot write"),
+        (("plan", *SMALL, "--config", "/nonexistent.toml"), "cannot read"),
+        (("simulate", *SMALL, "--mode", "magic"), "unknown mode"),
+        (("simulate", *SMALL, "--skew-ms", "-3"), "skew"),
+        (("validate", "--nonsense"), "No such option"),
+    ],
+)
+def test_wrong_input_is_one_clear_error(arguments, message):
+    done = weft(*arguments)
+    assert done.returncode == 2
+    assert done.stdout == ""
+    shown = " ".join(done.stderr.split())
+    assert message in shown
+    assert "Traceback" not in done.stderr
+
+
+def test_errors_come_with_a_hint():
+    assert "hint:" in weft("plan", "qwen3-235", "--trainer", "fsdp2", "--engine", "tp2").stderr

@@ -1,0 +1,33 @@
+from __future__ import annotations
+
+import pytest
+
+from weft.config import Settings, load_settings
+from weft.errors import ConfigError
+
+
+def test_file_then_environment(tmp_path):
+    path = tmp_path / "weft.toml"
+    path.write_text("[weft]\nchunk_bytes = 1048576\nmin_write_bytes = 4096\n")
+    settings = load_settings(path, {"WEFT_MIN_WRITE_BYTES": "8192"})
+    assert settings == Settings(chunk_bytes=1 << 20, min_write_bytes=8192)
+
+
+@pytest.mark.parametrize(
+    ("env", "message"),
+    [
+        ({"WEFT_CHUNK_BYTES": "big"}, "chunk_bytes is 'big'"),
+        ({"WEFT_CHUNK_BYTES": "1"}, "chunk_bytes is 1"),
+        ({"WEFT_MAX_STAGING_BYTES": "65536"}, "exceeds max_staging_bytes"),
+    ],
+)
+def test_bad_values_are_named(env, message):
+    with pytest.raises(ConfigError, match=message):
+        load_settings(None, env)
+
+
+def test_unknown_settings_are_named(tmp_path):
+    path = tmp_path / "weft.toml"
+    path.write_text("[weft]\nbucket_size = 3\n")
+    with pytest.raises(ConfigError, match="unknown setting `bucket_size`"):
+        load_settings(path, {})

@@ -1,0 +1,193 @@
+"""Plans as data: identity, files, differences, explanations."""
+
+from __future__ import annotations
+
+import json
+import struct
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from tests.support.tiny import tiny_model
+from weft.config import Settings
+from weft.core import plan_file
+from weft.core.case import Case, plan_case
+from weft.core.engine_layout import engine_recipe
+from weft.core.explain import explain
+from weft.core.plan import Path
+from weft.core.planner import make_plan
+from weft.core.topology import load_topology
+from weft.core.trainer_layout import trainer_layout
+from weft.errors import ConfigError, LayoutError, PlanError
+
+
+def small_plan(trainer="fsdp4", engine="tp2", policy="balanced", dtype="fp8-block128", **settings):
+    model = tiny_model("qwen3-moe")
+    layout = trainer_layout(model, trainer)
+    recipe = engine_recipe(model, engine, num_replicas=2, dtype=dtype)
+    topology = load_topology("h100-ib400").place(num_trainers=layout.num_ranks, num_engines=recipe.engine.num_ranks)
+    return make_plan(
+        trainer=layout,
+        recipe=recipe,
+        topology=topology,
+        policy=policy,
+        settings=Settings(**settings),
+        model="tiny",
+    )
+
+
+def test_the_same_inputs_give_the_same_digest():
+    assert plan_file.digest(small_plan()) == plan_file.digest(small_plan())
+    assert plan_file.digest(small_plan()) != plan_file.digest(small_plan(policy="rank0", trainer="ddp4"))
+
+
+def test_a_plan_survives_saving_and_loading(tmp_path):
+    plan = small_plan()
+    digest = plan_file.save(plan, tmp_path / "a.plan")
+    loaded = plan_file.load(tmp_path / "a.plan")
+    assert plan_file.digest(loaded) == digest == plan_file.digest(plan)
+    assert np.array_equal(loaded.pair_bytes, plan.pair_bytes)
+    assert not (tmp_path / "a.plan.part").exists()
+
+
+@pytest.mark.parametrize("where", [0.0, 0.001, 0.01, 0.3, 0.6, 0.95, 0.999])
+def test_a_damaged_file_is_refused(tmp_path, where):
+    path = tmp_path / "a.plan"
+    digest = plan_file.save(small_plan(), path)
+    data = bytearray(path.read_bytes())
+    data[int(where * (len(data) - 1))] ^= 0x40
+    path.write_bytes(data)
+    try:
+        loaded = plan_file.load(path)
+    except PlanError as error:
+        assert "a.plan" in str(error)
+    else:  # a few bits of a compressed stream do not matter: then the content is the same
+        assert plan_file.digest(loaded) == digest
+
+
+@pytest.mark.parametrize("keep", [0, 7, 15, 100, -1])
+def test_a_truncated_or_padded_file_is_refused(tmp_path, keep):
+    path = tmp_path / "a.plan"
+    plan_file.save(small_plan(), path)
+    data = path.read_bytes()
+    path.write_bytes(data[:keep])
+    with pytest.raises(PlanError):
+        plan_file.load(path)
+    path.write_bytes(data + b"x")
+    with pytest.raises(PlanError):
+        plan_file.load(path)
+
+
+def test_another_format_version_is_refused(tmp_path):
+    path = tmp_path / "a.plan"
+    plan_file.save(small_plan(), path)
+    data = bytearray(path.read_bytes())
+    struct.pack_into("<I", data, 8, 99)
+    path.write_bytes(data)
+    with pytest.raises(PlanError, match="format version 99"):
+        plan_file.load(path)
+
+
+def test_a_consistent_but_wrong_plan_is_not_loaded(tmp_path):
+    """An attacker who also recomputes the digest still cannot smuggle in a plan that leaves bytes out."""
+    plan = small_plan()
+    sender = plan.sender.copy()
+    sender[0] = (sender[0] + 1) % 4
+    plan_file.save(replace(plan, sender=sender), tmp_path / "a.plan")
+    with pytest.raises(PlanError, match="does not hold"):
+        plan_file.load(tmp_path / "a.plan")
+
+
+def test_a_missing_file_is_an_error_with_its_name(tmp_path):
+    with pytest.raises(PlanError, match=r"none\.plan"):
+        plan_file.load(tmp_path / "none.plan")
+
+
+def test_header_is_plain_json(tmp_path):
+    path = tmp_path / "a.plan"
+    plan_file.save(small_plan(), path)
+    data = path.read_bytes()
+    (length,) = struct.unpack_from("<I", data, 12)
+    header = json.loads(data[16 : 16 + length])
+    assert header["model"] == "tiny"
+    assert header["policy"] == "balanced"
+
+
+def test_differences_between_policies_are_moves_only():
+    found = plan_file.compare(small_plan("ddp4"), small_plan("ddp4", policy="greedy"))
+    assert found.num_removed == found.num_added == 0
+    assert not found.same_digest
+    same = plan_file.compare(small_plan(), small_plan())
+    assert same.same_digest
+    assert same.num_moved == 0
+    assert same.tensors == ()
+
+
+def test_differences_between_layouts_are_new_routes():
+    found = plan_file.compare(small_plan("fsdp4"), small_plan("fsdp2"))
+    assert found.num_removed > 0
+    assert found.num_added > 0
+    assert found.tensors
+
+
+def test_large_runs_go_straight_from_memory_and_small_ones_are_packed():
+    plan = small_plan(dtype="bf16", min_write_bytes=4096)
+    runs, small = plan.row_runs
+    assert (plan.path == Path.ZERO_COPY).any()
+    assert (plan.path[small] == Path.PACKED).all()
+    assert (runs * 4096 <= plan.row_bytes)[plan.path == Path.ZERO_COPY].all()
+    converted = small_plan(dtype="fp32", min_write_bytes=1)
+    assert (converted.path == Path.PACKED).all()
+
+
+def test_packing_makes_few_writes_of_many_small_rows():
+    assert small_plan(min_write_bytes=1 << 20).num_writes == np.count_nonzero(small_plan().pair_bytes)
+    assert small_plan(min_write_bytes=1).num_writes > 500
+
+
+def test_scales_travel_once_and_cut_blocks_are_agreed_on():
+    plan = small_plan("fsdp8", "ep2")
+    assert plan.amax_bytes > 0
+    assert small_plan("ddp2", "ep2").amax_bytes == 0
+
+
+def test_explain_by_engine_and_by_trainer_name():
+    plan = small_plan()
+    fused = explain(plan, "model.layers.0.self_attn.qkv_proj.weight")
+    assert {row.source.rpartition(".self_attn.")[2] for row in fused} == {
+        "q_proj.weight",
+        "k_proj.weight",
+        "v_proj.weight",
+    }
+    assert sum(row.num_bytes * len(row.receivers) for row in fused) == 4 * (256 + 256) * 256
+    source = explain(plan, "model.layers.0.mlp.experts.3.down_proj.weight")
+    assert {row.op for row in source} == {"quantize"}
+    assert all(set(row.senders) <= set(row.holders) for row in source)
+    with pytest.raises(ConfigError) as caught:
+        explain(plan, "model.layers.0.self_attn.qkv_proj.wieght")
+    assert "qkv_proj.weight" in str(caught.value.hint)
+
+
+def test_mismatched_sides_are_refused():
+    model, other = tiny_model("qwen3"), tiny_model("qwen3-moe")
+    layout, recipe = trainer_layout(other, "fsdp2"), engine_recipe(model, "tp2")
+    topology = load_topology("h100-ib400").place(num_trainers=2, num_engines=2)
+    with pytest.raises(LayoutError) as caught:
+        make_plan(trainer=layout, recipe=recipe, topology=topology)
+    assert any(problem.startswith("missing: model.layers.0.mlp.gate_proj") for problem in caught.value.problems)
+    assert any(problem.startswith("unexpected: model.layers.0.mlp.experts.0") for problem in caught.value.problems)
+
+
+def test_topology_and_layouts_must_agree_on_ranks():
+    model = tiny_model("qwen3")
+    topology = load_topology("h100-ib400").place(num_trainers=3, num_engines=2)
+    with pytest.raises(PlanError, match="3 trainers"):
+        make_plan(trainer=trainer_layout(model, "fsdp2"), recipe=engine_recipe(model, "tp2"), topology=topology)
+
+
+@pytest.mark.parametrize("field", ["policy", "gather", "topology", "dtype", "trainer_dtype", "placement"])
+def test_unknown_words_in_a_case(field):
+    case = Case(model="qwen3-0.6b", trainer="fsdp2", engine="tp2")
+    with pytest.raises(ConfigError, match="nonsense"):
+        plan_case(replace(case, **{field: "nonsense"}))

@@ -1,0 +1,119 @@
+"""Schedules and predictions: conservation, budgets, monotonicity, and hand-computable cases."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from tests.unit.test_plan import small_plan
+from weft.config import Settings
+from weft.core.case import Case, plan_case
+from weft.core.schedule import make_schedule
+from weft.observe.trace import trace_events
+from weft.sim.costs import GatherCosts, StageCosts
+from weft.sim.simulator import Options, simulate
+
+FREE = StageCosts(control_s=0.0)
+
+
+@pytest.fixture(scope="module")
+def plan():
+    return plan_case(Case(model="qwen3-0.6b", trainer="fsdp4", engine="tp2", num_replicas=2))
+
+
+def test_chunks_carry_every_byte_of_every_pair_once(plan):
+    schedule = make_schedule(plan)
+    carried = np.zeros_like(plan.pair_bytes)
+    np.add.at(carried, (schedule.sender, schedule.receiver), schedule.num_bytes)
+    assert np.array_equal(carried, plan.pair_bytes)
+    assert schedule.num_bytes.max() <= plan.settings.chunk_bytes
+    assert schedule.num_bytes.min() > 0
+
+
+def test_offsets_of_a_pair_follow_each_other(plan):
+    schedule = make_schedule(plan)
+    for sender in range(4):
+        for receiver in range(4):
+            rows = [i for i in schedule.of(sender) if schedule.receiver[i] == receiver]
+            ends = np.cumsum(schedule.num_bytes[rows])
+            assert schedule.stream_offset[rows].tolist() == [0, *ends[:-1].tolist()]
+
+
+def test_senders_start_with_different_receivers(plan):
+    schedule = make_schedule(plan)
+    assert len({int(schedule.receiver[schedule.of(s)[0]]) for s in range(4)}) == 4
+
+
+def test_staging_budget_gives_the_number_of_slots(plan):
+    small = replace(plan, settings=Settings(chunk_bytes=1 << 20, max_staging_bytes=3 << 20))
+    assert make_schedule(small).num_slots == 3
+
+
+def test_a_network_bound_update_takes_the_receivers_time(plan):
+    fine = replace(plan, settings=Settings(chunk_bytes=1 << 20))
+    predicted = simulate(fine, costs=FREE)
+    nic = plan.topology.nic
+    wire = plan.rx_bytes.max() / (nic.line_bytes_per_s * nic.efficiency)
+    assert wire <= predicted.transfer_s <= 1.02 * wire
+    assert predicted.wire_bytes == plan.total_bytes
+
+
+def test_less_staging_memory_never_helps(plan):
+    times = [
+        simulate(
+            replace(plan, settings=Settings(chunk_bytes=1 << 20, max_staging_bytes=slots << 20)), costs=FREE
+        ).transfer_s
+        for slots in (1, 2, 8, 64)
+    ]
+    assert times == sorted(times, reverse=True)
+
+
+def test_skew_and_offloading_add_time(plan):
+    base = simulate(plan).predicted_s
+    assert simulate(plan, options=Options(skew_s=1.0)).predicted_s > base + 0.5
+    offloaded = simulate(plan, options=Options(offloaded=True))
+    assert offloaded.predicted_s > base
+    assert offloaded.stages["h2d"] == pytest.approx(plan.trainer.rank_bytes().max() / 55e9, rel=0.01)
+
+
+def test_in_place_pauses_for_the_whole_update(plan):
+    shadow, in_place = simulate(plan), simulate(plan, options=Options(mode="in_place"))
+    assert shadow.pause_s < 0.1 * shadow.predicted_s
+    assert in_place.pause_s == in_place.predicted_s
+
+
+def test_phases_follow_each_other(plan):
+    halves = (np.arange(plan.num_rows) % 2).astype(np.int64)
+    serial = simulate(plan, costs=FREE, phase_of_row=halves, options=Options(wait_for_phase="write"))
+    together = simulate(plan, costs=FREE)
+    assert serial.transfer_s > together.transfer_s
+
+
+def test_pairs_inside_a_domain_use_their_links():
+    case = Case(model="qwen3-0.6b", trainer="fsdp4", engine="tp2", num_replicas=2)
+    packed = plan_case(replace(case, placement="packed"))
+    assert packed.topology.is_local.all()
+    assert simulate(packed, costs=FREE).transfer_s < simulate(plan_case(case), costs=FREE).transfer_s / 3
+
+
+def test_events_tell_the_same_story_as_the_prediction(plan):
+    predicted = simulate(plan, record=True)
+    writes = [event for event in predicted.recorder.events if event.name == "write"]
+    assert sum(event.num_bytes for event in writes) == plan.total_bytes
+    assert max(event.start_s + event.duration_s for event in writes) == pytest.approx(predicted.transfer_s)
+    assert simulate(plan).recorder is None
+
+
+def test_the_trace_names_members_and_lanes():
+    predicted = simulate(small_plan(), record=True)
+    events = trace_events(predicted.recorder.events)
+    names = {event["args"]["name"] for event in events if event["ph"] == "M"}
+    assert {"trainer 0", "engine 3", "nic", "convert", "main"} <= names
+    spans = [event for event in events if event["ph"] == "X"]
+    assert all(event["dur"] >= 0 and event["ts"] >= 0 for event in spans)
+
+
+def test_the_published_breakdown_adds_up():
+    assert GatherCosts().total_s == pytest.approx(1.233)

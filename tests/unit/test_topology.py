@@ -1,0 +1,104 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from weft.core.topology import CX7, EFA, PRESETS, cluster_from_mapping, load_topology, with_placement
+from weft.errors import ConfigError
+from weft.sim.costs import fit_writes
+
+SHARED = """
+name = "shared"
+[host]
+devices = 4
+link_gb_per_s = 100
+pinned_gb_per_s = 20
+uplink_gbps = 100
+[[nic]]
+gbps = 200
+devices = [0, 1]
+rail = 0
+[[nic]]
+gbps = 100
+devices = [2]
+rail = 1
+[[nic]]
+gbps = 100
+devices = [2, 3]
+rail = 2
+"""
+
+
+def test_devices_that_share_nics_share_a_port(tmp_path):
+    path = tmp_path / "cluster.toml"
+    path.write_text(SHARED)
+    topology = load_topology(str(path)).place(num_trainers=8, num_engines=4)
+    ports = topology.port_of(topology.trainer_device)
+    assert ports.tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert topology.port_rate(ports).tolist() == [25e9] * 8
+    assert topology.engine_device.tolist() == [8, 9, 10, 11]
+    assert not topology.is_uniform
+
+
+def test_separate_and_packed_placement():
+    cluster = load_topology("h100-ib400")
+    apart = cluster.place(num_trainers=4, num_engines=4)
+    assert apart.engine_device.tolist() == [8, 9, 10, 11]
+    assert apart.is_uniform
+    together = with_placement(cluster, "packed").place(num_trainers=4, num_engines=4)
+    assert together.engine_device.tolist() == [4, 5, 6, 7]
+    assert together.is_local.all()
+
+
+def test_nvl72_is_one_domain_over_eighteen_hosts():
+    cluster = with_placement(load_topology("gb200-nvl72"), "packed")
+    topology = cluster.place(num_trainers=36, num_engines=72)
+    assert topology.is_local[:, :36].all()
+    assert not topology.is_local[:, 36:].any()
+
+
+def test_two_nics_per_device_add_up():
+    topology = load_topology("h200-efa3200").place(num_trainers=8, num_engines=8)
+    assert topology.port_rate(topology.port_of(topology.trainer_device)).tolist() == [50e9] * 8
+
+
+def test_a_topology_survives_its_description():
+    for cluster in PRESETS.values():
+        placed = cluster.place(num_trainers=3, num_engines=2)
+        again = cluster_from_mapping(placed.to_json(), where="test")
+        assert again == cluster
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (("devices = 4", "devices = 0"), "devices is 0"),
+        (("gbps = 200", 'gbps = "fast"'), "gbps is 'fast'"),
+        (("gbps = 200", "speed = 200"), "unknown key `speed`"),
+        (("gbps = 200\n", ""), "missing"),
+        (("devices = [2, 3]", "devices = [2, 9]"), "device 9 is not on the host"),
+        (("devices = [2, 3]", "devices = [2]"), "device 3 has no NIC"),
+        (("devices = [2, 3]", "devices = []"), "serves no device"),
+        (('name = "shared"', 'placement = "anywhere"'), "placement is 'anywhere'"),
+        (("[host]", "[hosts]"), r"needs a \[host\]"),
+        (("[host]", "[host"), "not TOML"),
+    ],
+)
+def test_bad_files_say_what_is_wrong(tmp_path, change, message):
+    path = tmp_path / "cluster.toml"
+    path.write_text(SHARED.replace(*change))
+    with pytest.raises(ConfigError, match=message):
+        load_topology(str(path))
+
+
+def test_unknown_names_get_a_suggestion():
+    with pytest.raises(ConfigError) as caught:
+        load_topology("h100-ib200")
+    assert "h100-ib400" in str(caught.value.hint)
+
+
+@pytest.mark.parametrize(("nic", "preset"), [("CX7", CX7), ("EFA", EFA)])
+def test_presets_carry_the_fitted_constants(nic, preset):
+    cost = fit_writes(nic)
+    fitted = (cost.gb_per_s / 50, cost.latency_us, cost.gap_us)
+    assert np.allclose((preset["efficiency"], preset["latency_us"], preset["gap_us"]), fitted, rtol=0.01)
