@@ -19,6 +19,7 @@ check: $(VENV)/.dev                 ## format, lint, types, import directions
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
+	$(BIN)/python docs/generate.py --check
 
 bench: $(VENV)/.dev                 ## planning benchmarks, written to benchmarks/results/
 	$(BIN)/python benchmarks/planning.py

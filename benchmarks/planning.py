@@ -18,7 +18,6 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parent))
 import machine
-
 from weft.core.configs import CONFIGS
 
 RESULTS = Path(__file__).parent / "results"

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from weft.core.recipe import Piece as Piece
     from weft.core.recipe import Recipe as Recipe
     from weft.core.topology import Topology as Topology
+    from weft.core.topology import load_topology as load_topology
     from weft.errors import WeftError as WeftError
     from weft.sim.simulator import simulate as simulate
 
@@ -31,6 +32,7 @@ _HOMES = {
     "Tensor": "weft.core.layout",
     "Topology": "weft.core.topology",
     "WeftError": "weft.errors",
+    "load_topology": "weft.core.topology",
     "make_plan": "weft.core.planner",
     "simulate": "weft.sim.simulator",
 }

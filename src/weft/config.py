@@ -6,6 +6,7 @@ settings = load_settings(Path("weft.toml"))      # defaults, then the file's [we
 
 from __future__ import annotations
 
+import enum
 import os
 import tomllib
 from collections.abc import Mapping
@@ -16,6 +17,15 @@ from typing import Any
 from weft.errors import ConfigError
 
 MIB = 1 << 20
+
+
+class ReceiverMode(enum.StrEnum):
+    """Where a receiver lets writes land."""
+
+    SHADOW = "shadow"
+    """In staging memory, beside generation; the pause is the commit's local copy."""
+    IN_PLACE = "in_place"
+    """In the live tensors; the pause lasts from the first write to the commit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,6 +16,7 @@ def test_the_export_list_is_exact():
         "Tensor",
         "Topology",
         "WeftError",
+        "load_topology",
         "make_plan",
         "simulate",
     ]

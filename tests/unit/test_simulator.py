@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 
 from tests.unit.test_plan import small_plan
-from weft.config import Settings
+from weft.config import ReceiverMode, Settings
 from weft.core.case import Case, plan_case
 from weft.core.schedule import make_schedule
 from weft.observe.trace import trace_events
 from weft.sim.costs import GatherCosts, StageCosts
-from weft.sim.simulator import Options, simulate
+from weft.sim.simulator import Barrier, Options, simulate
 
 FREE = StageCosts(control_s=0.0)
 
@@ -79,14 +79,14 @@ def test_skew_and_offloading_add_time(plan):
 
 
 def test_in_place_pauses_for_the_whole_update(plan):
-    shadow, in_place = simulate(plan), simulate(plan, options=Options(mode="in_place"))
+    shadow, in_place = simulate(plan), simulate(plan, options=Options(mode=ReceiverMode.IN_PLACE))
     assert shadow.pause_s < 0.1 * shadow.predicted_s
     assert in_place.pause_s == in_place.predicted_s
 
 
 def test_phases_follow_each_other(plan):
     halves = (np.arange(plan.num_rows) % 2).astype(np.int64)
-    serial = simulate(plan, costs=FREE, phase_of_row=halves, options=Options(wait_for_phase="write"))
+    serial = simulate(plan, costs=FREE, phase_of_row=halves, options=Options(barrier=Barrier.WRITTEN))
     together = simulate(plan, costs=FREE)
     assert serial.transfer_s > together.transfer_s
 

@@ -23,7 +23,7 @@ from weft.core.axes import check_world, parse_axes
 from weft.core.boxes import Ints
 from weft.core.layout import Tensor
 from weft.core.model import Model, ModelTensor, Split, expert_range
-from weft.core.recipe import QUANT_BLOCK, Op, Piece, Recipe, RecipeBuilder, scale_shape
+from weft.core.recipe import QUANT_BLOCK, Op, Piece, Recipe, RecipeBuilder, padding_piece, scale_shape
 from weft.errors import ConfigError, LayoutError
 
 VOCAB_MULTIPLE = 64
@@ -205,16 +205,19 @@ class _Rules:
         for part in range(self.mesh.tp if sliced else 1):
             positions = inside[inside % self.mesh.tp == part] if sliced else inside
             slices = _slices(group.parts, self.mesh.tp, part)
-            self._emit(group.name, [slices], self._ranks(group.parts[0], positions), stacked=False)
+            self._emit(group.name, slices, self._ranks(group.parts[0], positions))
 
     def _add_experts(self, group: _Group) -> None:
+        """Experts of a layer are alike: the pieces of one, repeated along a new first dimension."""
         num_slices = self.mesh.expert_tp
-        for expert_part in range(self.mesh.ep):
-            local = expert_range(len(group.expert_parts), self.mesh.ep, expert_part)
-            for part in range(num_slices):
-                slices = [_slices(group.expert_parts[expert], num_slices, part) for expert in local]
+        first = group.expert_parts[0]
+        for part in range(num_slices):
+            slices = _slices(first, num_slices, part)
+            for expert_part in range(self.mesh.ep):
+                local = expert_range(len(group.expert_parts), self.mesh.ep, expert_part)
+                sources = [tuple(t.name for t in group.expert_parts[expert]) for expert in local]
                 position = np.array([expert_part * num_slices + part])
-                self._emit(group.name, slices, self._ranks(group.expert_parts[0][0], position), stacked=True)
+                self._emit(group.name, slices, self._ranks(first[0], position), stack=sources)
 
     def _ranks(self, tensor: ModelTensor, positions: Ints) -> Ints:
         """The ranks, in all replicas, at some positions inside the stages that serve a tensor."""
@@ -222,29 +225,36 @@ class _Rules:
         in_engine = (stages[:, None] * self.mesh.stage_size + positions).ravel()
         return (np.arange(self.num_replicas)[:, None] * self.mesh.num_ranks + in_engine).ravel()
 
-    def _emit(self, name: str, slices: list[list[_Slice]], ranks: Ints, *, stacked: bool) -> None:
+    def _emit(
+        self, name: str, slices: list[_Slice], ranks: Ints, *, stack: Sequence[tuple[str, ...]] | None = None
+    ) -> None:
         """Add one engine tensor in the engine's precision; a quantised one comes with its scales."""
-        like = slices[0][0].tensor
+        like = slices[0].tensor
         if self.dtype == "fp8-block128" and like.quantized:
-            cut = (piece.tensor.name for parts in slices for piece in parts if piece.cuts_blocks)
-            self.misaligned.update(dict.fromkeys(cut))
-            blocks = [[piece.in_blocks() for piece in parts] for parts in slices]
-            self._add_tensor(name, "fp8_e4m3", Op.QUANTIZE, slices, ranks, stacked=stacked)
-            self._add_tensor(f"{name}_scale_inv", "fp32", Op.SCALE, blocks, ranks, stacked=stacked)
+            self.misaligned.update(dict.fromkeys(piece.tensor.name for piece in slices if piece.cuts_blocks))
+            blocks = [piece.in_blocks() for piece in slices]
+            self._add_tensor(name, "fp8_e4m3", Op.QUANTIZE, slices, ranks, stack)
+            self._add_tensor(f"{name}_scale_inv", "fp32", Op.SCALE, blocks, ranks, stack)
             return
         plain = "bf16" if self.dtype == "fp8-block128" else self.dtype
         dtype = like.dtype if like.keeps_dtype else plain
-        self._add_tensor(name, dtype, Op.COPY if like.dtype == dtype else Op.CAST, slices, ranks, stacked=stacked)
+        self._add_tensor(name, dtype, Op.COPY if like.dtype == dtype else Op.CAST, slices, ranks, stack)
 
     def _add_tensor(
-        self, name: str, dtype: str, op: Op, slices: list[list[_Slice]], ranks: Ints, *, stacked: bool
+        self,
+        name: str,
+        dtype: str,
+        op: Op,
+        slices: list[_Slice],
+        ranks: Ints,
+        stack: Sequence[tuple[str, ...]] | None,
     ) -> None:
-        pieces: list[Piece] = []
-        for local, parts in enumerate(slices):
-            made, shape = _fuse(name, parts, op, expert=local if stacked else None)
-            pieces += made
-        full_shape = (len(slices), *shape) if stacked else shape
-        self.builder.add(Tensor(name=name, dtype=dtype, shape=full_shape), ranks, pieces)
+        pieces, shape = _fuse(name, slices, op)
+        if stack is None:
+            self.builder.add(Tensor(name=name, dtype=dtype, shape=shape), ranks, pieces)
+        else:
+            tensor = Tensor(name=name, dtype=dtype, shape=(len(stack), *shape))
+            self.builder.add_stacked(tensor, ranks, pieces, stack)
 
 
 def _slices(parts: Sequence[ModelTensor], num_parts: int, part: int) -> list[_Slice]:
@@ -268,7 +278,7 @@ def _vocab_slice(tensor: ModelTensor, num_parts: int, part: int) -> _Slice:
     return _Slice(tensor=tensor, lo=lo, extent=extent, num_pad_rows=per_part - length)
 
 
-def _fuse(name: str, slices: list[_Slice], op: Op, *, expert: int | None) -> tuple[list[Piece], tuple[int, ...]]:
+def _fuse(name: str, slices: list[_Slice], op: Op) -> tuple[list[Piece], tuple[int, ...]]:
     """Pieces that lay slices one after the other along the engine tensor's first dimension, and its shape."""
     pieces: list[Piece] = []
     rows = 0
@@ -278,30 +288,17 @@ def _fuse(name: str, slices: list[_Slice], op: Op, *, expert: int | None) -> tup
         axes = axes[::-1] if part.tensor.transposed and len(axes) > 1 else axes
         extent = tuple(part.extent[axis] for axis in axes)
         rest = extent[1:]
+        dst_lo = (rows, *(0,) * len(rest))
         if extent[0]:
-            pieces.append(_piece(name, part, rows, extent, axes, op, expert))
+            source = part.tensor.name
+            pieces.append(
+                Piece(dst=name, source=source, dst_lo=dst_lo, extent=extent, src_lo=part.lo, axes=axes, op=op)
+            )
         rows += extent[0]
         if part.num_pad_rows:
-            padding = replace(part, extent=(), lo=())
-            pieces.append(_piece(name, padding, rows, (part.num_pad_rows, *rest), (-1,) * len(axes), Op.PAD, expert))
+            pieces.append(padding_piece(name, (rows, *(0,) * len(rest)), (part.num_pad_rows, *rest)))
             rows += part.num_pad_rows
     return pieces, (rows, *rest)
-
-
-def _piece(
-    name: str,
-    part: _Slice,
-    row: int,
-    extent: tuple[int, ...],
-    axes: tuple[int, ...],
-    op: Op,
-    expert: int | None,
-) -> Piece:
-    dst_lo = (row, *(0,) * (len(extent) - 1))
-    if expert is not None:
-        dst_lo, extent, axes = (expert, *dst_lo), (1, *extent), (-1, *axes)
-    source = "" if op is Op.PAD else part.tensor.name
-    return Piece(dst=name, source=source, dst_lo=dst_lo, extent=extent, src_lo=part.lo, axes=axes, op=op)
 
 
 def _check_fits(model: Model, mesh: EngineMesh, text: str) -> None:

@@ -24,6 +24,8 @@ class Explanation:
     op: str
     source: str
     src_lo: tuple[int, ...]
+    axes: tuple[int, ...]
+    """Source dimension of each destination dimension; -1 where the source has none."""
     holders: tuple[int, ...]
     senders: tuple[int, ...]
     """One for each receiver."""
@@ -62,6 +64,7 @@ def _row(plan: Plan, row: int) -> Explanation:
         op=Op(int(plan.recipe.op[plan.piece[row]])).name.lower(),
         source=source.name,
         src_lo=_ints(plan.src_lo[row])[: len(source.shape)],
+        axes=_ints(plan.recipe.axes[plan.piece[row]])[: len(tensor.shape)],
         holders=_ints(plan.trainer.groups.of(int(plan.trainer.group_of[shard]))),
         senders=_ints(plan.sender[routes]),
         path=Path(int(plan.path[row])).name.lower(),

@@ -227,7 +227,7 @@ class LayoutBuilder:
             tensors=tuple(self._tensors),
             tensor_of=rows[:, 0],
             group_of=rows[:, 1],
-            lo=_column([box[0] for box in self._boxes], self._num_dims, fill=0),
+            lo=coordinate_column([box[0] for box in self._boxes], self._num_dims, fill=0),
             extent=extent,
             strides=strides,
             groups=self.groups.build(),
@@ -237,10 +237,11 @@ class LayoutBuilder:
 
 def shape_column(shapes: Sequence[tuple[int, ...]], num_dims: int) -> Ints:
     """Shapes or extents as an (n, num_dims) column with trailing ones."""
-    return _column(shapes, num_dims, fill=1)
+    return coordinate_column(shapes, num_dims, fill=1)
 
 
-def _column(values: Sequence[tuple[int, ...]], num_dims: int, *, fill: int) -> Ints:
+def coordinate_column(values: Sequence[tuple[int, ...]], num_dims: int, *, fill: int) -> Ints:
+    """Tuples of coordinates as an (n, num_dims) column, `fill` in the trailing dimensions."""
     padding = (fill,) * num_dims
     return np.array([(*value, *padding)[:num_dims] for value in values], dtype=np.int64).reshape(-1, num_dims)
 

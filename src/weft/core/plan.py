@@ -181,3 +181,16 @@ def route_boxes(
     dst_lo = recipe.dst_lo[piece] + to_destination_dims(lo - piece_lo, axes, 0)
     overlaps = np.asarray((extent > 0).all(axis=1))
     return dst_lo, lo, to_destination_dims(extent, axes, 1), overlaps
+
+
+def scale_name(weight: str) -> str:
+    """Name of the virtual tensor that holds a weight's block scales on the trainer side."""
+    return f"{weight}::scale"
+
+
+def piece_sources(recipe: Recipe, sources: Layout) -> Ints:
+    """Tensor number, in the layout with scales, that each piece reads; -1 for padding."""
+    number = {tensor.name: i for i, tensor in enumerate(sources.tensors)}
+    plain = np.array([number.get(name, -1) for name in recipe.sources] + [-1], dtype=np.int64)
+    scale = np.array([number.get(scale_name(name), -1) for name in recipe.sources] + [-1], dtype=np.int64)
+    return np.where(recipe.op == Op.SCALE, scale[recipe.src], plain[recipe.src])

@@ -21,7 +21,7 @@ from weft.core import boxes
 from weft.core.assign import Demand, Policy, choose_senders
 from weft.core.boxes import Ints
 from weft.core.layout import Layout, Tensor
-from weft.core.plan import Path, Plan, route_boxes
+from weft.core.plan import Path, Plan, piece_sources, route_boxes, scale_name
 from weft.core.proof import prove
 from weft.core.recipe import QUANT_BLOCK, Op, Recipe, scale_shape, to_destination_dims, widen
 from weft.core.topology import Topology
@@ -134,19 +134,6 @@ def with_scales(trainer: Layout, recipe: Recipe) -> Layout:
         extent=np.concatenate([trainer.extent, extent]),
         strides=np.concatenate([trainer.strides, boxes.row_major_strides(extent)]),
     )
-
-
-def scale_name(weight: str) -> str:
-    """Name of the virtual tensor that holds a weight's block scales on the trainer side."""
-    return f"{weight}::scale"
-
-
-def piece_sources(recipe: Recipe, sources: Layout) -> Ints:
-    """Tensor number, in the layout with scales, that each piece reads; -1 for padding."""
-    number = {tensor.name: i for i, tensor in enumerate(sources.tensors)}
-    plain = np.array([number.get(name, -1) for name in recipe.sources] + [-1], dtype=np.int64)
-    scale = np.array([number.get(scale_name(name), -1) for name in recipe.sources] + [-1], dtype=np.int64)
-    return np.where(recipe.op == Op.SCALE, scale[recipe.src], plain[recipe.src])
 
 
 def _candidates(recipe: Recipe, sources: Layout) -> tuple[Ints, Ints]:

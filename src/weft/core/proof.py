@@ -12,7 +12,7 @@ import numpy as np
 
 from weft.core import boxes
 from weft.core.boxes import Ints
-from weft.core.plan import Plan
+from weft.core.plan import Plan, piece_sources
 from weft.core.recipe import Op, to_destination_dims
 from weft.errors import PlanError
 
@@ -63,18 +63,8 @@ def _prove_sources(plan: Plan) -> None:
     end = plan.src_lo + plan.src_extent
     held = (plan.src_lo >= trainer.lo[shard]) & (end <= trainer.lo[shard] + trainer.extent[shard])
     _refuse(plan, ~held.all(axis=1), "read outside the shard of their sender", plan.dst)
-    wanted = _source_tensor(plan)
+    wanted = piece_sources(recipe, trainer)[piece]
     _refuse(plan, trainer.tensor_of[shard] != wanted, "read a shard of another tensor", plan.dst)
-
-
-def _source_tensor(plan: Plan) -> Ints:
-    """Trainer tensor each route must read, by name."""
-    number = {tensor.name: i for i, tensor in enumerate(plan.trainer.tensors)}
-    names = plan.recipe.sources
-    plain = np.array([number.get(name, -1) for name in names] + [-1])
-    scale = np.array([number.get(f"{name}::scale", -1) for name in names] + [-1])
-    src = plan.recipe.src[plan.piece]
-    return np.where(plan.recipe.op[plan.piece] == Op.SCALE, scale[src], plain[src])
 
 
 def _prove_senders(plan: Plan) -> None:

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from weft.core import boxes
 from weft.core.boxes import Ints, pad_dims
-from weft.core.layout import Layout, LayoutBuilder, Tensor, check_tensors, shape_column
+from weft.core.layout import Layout, LayoutBuilder, Tensor, check_tensors, coordinate_column, shape_column
 from weft.errors import LayoutError
 
 QUANT_BLOCK = 128
@@ -173,6 +173,11 @@ class Recipe:
         return cls.from_pieces(tensors, boxed, num_replicas=num_replicas)
 
 
+def padding_piece(dst: str, dst_lo: tuple[int, ...], extent: tuple[int, ...]) -> Piece:
+    """Destination elements that have no source."""
+    return Piece(dst=dst, source="", dst_lo=dst_lo, extent=extent, src_lo=(), axes=(-1,) * len(extent), op=Op.PAD)
+
+
 class RecipeBuilder:
     """Collects engine tensors with their pieces and turns them into columns."""
 
@@ -180,16 +185,30 @@ class RecipeBuilder:
         self._num_replicas = num_replicas
         self._tensors: list[Tensor] = []
         self._ranks: list[Sequence[int] | Ints] = []
-        self._dst: list[int] = []
-        self._pieces: list[Piece] = []
+        self._pieces: list[Sequence[Piece]] = []
+        self._stacks: list[Sequence[tuple[str, ...]] | None] = []
 
     def add(self, tensor: Tensor, ranks: Sequence[int] | Ints, pieces: Sequence[Piece]) -> None:
         """One engine tensor, equal on all of `ranks`."""
-        row = len(self._tensors)
+        self._add(tensor, ranks, pieces, None)
+
+    def add_stacked(
+        self, tensor: Tensor, ranks: Sequence[int] | Ints, pieces: Sequence[Piece], stack: Sequence[tuple[str, ...]]
+    ) -> None:
+        """One engine tensor that repeats the same pieces along a new first dimension, each time from other sources."""
+        self._add(tensor, ranks, pieces, stack)
+
+    def _add(
+        self,
+        tensor: Tensor,
+        ranks: Sequence[int] | Ints,
+        pieces: Sequence[Piece],
+        stack: Sequence[tuple[str, ...]] | None,
+    ) -> None:
         self._tensors.append(tensor)
         self._ranks.append(ranks)
-        self._dst.extend([row] * len(pieces))
-        self._pieces.extend(pieces)
+        self._pieces.append(pieces)
+        self._stacks.append(stack)
 
     def build(self, *, num_ranks: int, text: str = "explicit") -> Recipe:
         """The finished recipe, with its pieces proven to fill every engine tensor."""
@@ -197,23 +216,69 @@ class RecipeBuilder:
         for row, (tensor, ranks) in enumerate(zip(self._tensors, self._ranks, strict=True)):
             layout.add(row, ranks, (0,) * len(tensor.shape), tensor.shape)
         engine = layout.build(side="engine", num_ranks=num_ranks, text=text)
-        num_dims = max(engine.num_dims, *(len(piece.src_lo) for piece in self._pieces), 1)
-        engine = widen(engine, num_dims)
-        sources = {name: i for i, name in enumerate(dict.fromkeys(p.source for p in self._pieces if p.source))}
+        widest_source = max((len(piece.src_lo) for pieces in self._pieces for piece in pieces), default=1)
+        engine = widen(engine, max(engine.num_dims, widest_source))
+        numbers: dict[str, int] = {}
+        blocks = [
+            _block(pieces, stack, engine.num_dims, numbers)
+            for pieces, stack in zip(self._pieces, self._stacks, strict=True)
+        ]
+        dst = np.repeat(np.arange(len(blocks), dtype=np.int32), [len(block.op) for block in blocks])
         recipe = Recipe(
             engine=engine,
-            sources=tuple(sources),
-            dst=np.array(self._dst, dtype=np.int32),
-            src=np.array([sources.get(piece.source, -1) for piece in self._pieces], dtype=np.int32),
-            op=np.array([piece.op for piece in self._pieces], dtype=np.int8),
-            dst_lo=_column([piece.dst_lo for piece in self._pieces], num_dims, 0),
-            extent=shape_column([piece.extent for piece in self._pieces], num_dims),
-            src_lo=_column([piece.src_lo for piece in self._pieces], num_dims, 0),
-            axes=_axes_column(self._pieces, num_dims),
+            sources=tuple(numbers),
+            dst=dst,
+            src=np.concatenate([block.src for block in blocks]),
+            op=np.concatenate([block.op for block in blocks]),
+            dst_lo=np.concatenate([block.dst_lo for block in blocks]),
+            extent=np.concatenate([block.extent for block in blocks]),
+            src_lo=np.concatenate([block.src_lo for block in blocks]),
+            axes=np.concatenate([block.axes for block in blocks]),
             num_replicas=self._num_replicas,
         )
         recipe.check_cover()
         return recipe
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Block:
+    """The piece columns of one engine tensor."""
+
+    src: NDArray[np.int32]
+    op: NDArray[np.int8]
+    dst_lo: Ints
+    extent: Ints
+    src_lo: Ints
+    axes: Ints
+
+
+def _block(
+    pieces: Sequence[Piece], stack: Sequence[tuple[str, ...]] | None, num_dims: int, numbers: dict[str, int]
+) -> _Block:
+    """Columns of one engine tensor's pieces; new source names are numbered as they appear."""
+    names = [piece.source for piece in pieces] if stack is None else [name for row in stack for name in row]
+    src = [numbers.setdefault(name, len(numbers)) if name else -1 for name in names]
+    plain = _Block(
+        src=np.array(src, dtype=np.int32),
+        op=np.array([piece.op for piece in pieces], dtype=np.int8),
+        dst_lo=coordinate_column([piece.dst_lo for piece in pieces], num_dims, fill=0),
+        extent=shape_column([piece.extent for piece in pieces], num_dims),
+        src_lo=coordinate_column([piece.src_lo for piece in pieces], num_dims, fill=0),
+        axes=coordinate_column([piece.axes or tuple(range(len(piece.extent))) for piece in pieces], num_dims, fill=-1),
+    )
+    if stack is None:
+        return plain
+    count = len(stack)
+    dst_lo = np.tile(np.roll(plain.dst_lo, 1, axis=1), (count, 1))
+    dst_lo[:, 0] = np.repeat(np.arange(count), len(pieces))
+    return _Block(
+        src=plain.src,
+        op=np.tile(plain.op, count),
+        dst_lo=dst_lo,
+        extent=np.tile(np.roll(plain.extent, 1, axis=1), (count, 1)),
+        src_lo=np.tile(plain.src_lo, (count, 1)),
+        axes=np.tile(np.roll(plain.axes, 1, axis=1), (count, 1)),
+    )
 
 
 def widen(layout: Layout, num_dims: int) -> Layout:
@@ -247,17 +312,6 @@ def to_destination_dims(values: Ints, axes: Ints, fill: int) -> Ints:
 def scale_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
     """Shape of the block scales of a weight."""
     return tuple(-(-size // QUANT_BLOCK) for size in shape)
-
-
-def _column(values: Sequence[tuple[int, ...]], num_dims: int, fill: int) -> Ints:
-    padding = (fill,) * num_dims
-    return np.array([(*value, *padding)[:num_dims] for value in values], dtype=np.int64).reshape(-1, num_dims)
-
-
-def _axes_column(pieces: Sequence[Piece], num_dims: int) -> Ints:
-    """Axis order of every piece; trailing dimensions of both sides are paired so that each row is a permutation
-    of the source dimensions in use plus -1 for the rest."""
-    return _column([piece.axes or tuple(range(len(piece.extent))) for piece in pieces], num_dims, -1)
 
 
 def _source_problems(recipe: Recipe, trainer: Layout, ignore: frozenset[str]) -> Iterator[str]:

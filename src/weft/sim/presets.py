@@ -34,6 +34,12 @@ class Preset:
     offloaded: bool = False
     """Whether the trainer's weights start in host memory."""
 
+    @property
+    def published_range(self) -> str:
+        """The published seconds as text."""
+        low, high = self.published_s
+        return f"{low:g}" if low == high else f"{low:g}–{high:g}"
+
     def case(self, *, policy: str = "balanced", gather: str = "none") -> Case:
         """The planning case of this run."""
         return Case(

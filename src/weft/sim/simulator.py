@@ -11,12 +11,14 @@ write and bytes over the rate they really reach.
 
 from __future__ import annotations
 
+import enum
 import heapq
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
+from weft.config import ReceiverMode
 from weft.core.boxes import Ints
 from weft.core.layout import DTYPE_BYTES
 from weft.core.plan import Plan
@@ -31,18 +33,24 @@ MAX_CHUNKS = 60_000
 """Above this the simulator makes chunks larger; the predicted time hardly depends on it."""
 
 
+class Barrier(enum.StrEnum):
+    """What every sender must have finished before any may start the next phase."""
+
+    PREPARED = "prepared"
+    WRITTEN = "written"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
     """How the update is run."""
 
-    mode: str = "shadow"
-    """Receiver mode: `shadow` (pause is the commit copy) or `in_place` (pause is the whole update)."""
+    mode: ReceiverMode = ReceiverMode.SHADOW
     offloaded: bool = False
     """Whether the trainer's weights are in host memory when the update starts."""
     skew_s: float = 0.0
     """Senders start spread over this long."""
-    wait_for_phase: str = "prepare"
-    """What a later phase waits for: the end of every sender's `prepare`, or of every `write`."""
+    barrier: Barrier = Barrier.PREPARED
+    """What a later phase waits for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,7 +158,7 @@ class _Run:
                 heapq.heappush(waiting, (self._prepared(queues[s][position[s]], h2d[s], gather[s]), s))
         for stage, seconds in (("h2d", work.h2d_s), ("gather", work.gather_s)):
             self._busy[stage] = self._busy.get(stage, np.zeros_like(seconds)) + seconds
-        opens = self._gather_end if self._options.wait_for_phase == "prepare" else self._write_end
+        opens = self._gather_end if self._options.barrier is Barrier.PREPARED else self._write_end
         self._opens = [max(own, opens) for own in self._opens]
 
     def _own_work(self) -> Prepare:
@@ -219,7 +227,7 @@ class _Run:
         plan, costs = self._plan, self._costs
         largest = float(plan.rx_bytes.max()) if plan.num_routes else 0.0
         verify_s = largest / (self._copy_rate * costs.digest_of_copy)
-        in_place = self._options.mode == "in_place"
+        in_place = self._options.mode is ReceiverMode.IN_PLACE
         commit_s = 0.0 if in_place else largest / self._copy_rate
         transfer_s = self._write_end
         control_s = costs.control_s * (costs.num_control_rounds - 1)

@@ -1,0 +1,139 @@
+"""Fills the generated tables of README.md and docs/ from benchmarks/results/*.json.
+
+python docs/generate.py            # rewrite the files
+python docs/generate.py --check    # fail if they are not up to date
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent.parent
+PLANNING = json.loads((ROOT / "benchmarks/results/planning.json").read_text())
+VALIDATION = json.loads((ROOT / "benchmarks/results/validation.json").read_text())
+FILES = ("README.md", "docs/validation.md")
+
+
+def machine() -> str:
+    found = PLANNING["machine"]
+    return (
+        f"Measured on {found['cores']} cores of {found['cpu']}, {found['memory_gib']} GiB, Python {found['python']}, "
+        f"NumPy {found['numpy']}."
+    )
+
+
+def table(header: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+    lines = ["| " + " | ".join(header) + " |", "|" + "---|" * len(header)]
+    return "\n".join(lines + ["| " + " | ".join(row) + " |" for row in rows])
+
+
+def planning() -> str:
+    rows = [_plan_row(row["model"], row) for row in PLANNING["scaling"]]
+    rows += [_plan_row(f"`{row['case']}`", row) for row in PLANNING["cases"]]
+    header = ("case", "trainers → engines", "routes", "planned in", "memory", "busiest sender", "over the bound")
+    growth = f"Over the first three sizes the time grows as routes^{PLANNING['growth_exponent']:.2f}. {machine()}"
+    return f"{table(header, rows)}\n\n{growth}"
+
+
+def _plan_row(name: str, row: dict[str, Any]) -> tuple[str, ...]:
+    return (
+        name,
+        f"{row['num_trainers']} → {row['num_engines']}",
+        f"{row['num_routes']:,}",
+        f"{row['plan_s']:.1f} s",
+        f"{row['peak_rss_bytes'] / 2**30:.2f} GiB",
+        f"{row['tx_bytes']['max'] / row['tx_bytes']['mean']:.3f} × mean",
+        f"{row['makespan_over_bound']:.4f} ×",
+    )
+
+
+def predictions() -> str:
+    rows = []
+    for row in PLANNING["predictions"]:
+        low, high = row["published_s"]
+        published = f"{low:g} s" if low == high else f"{low:g}–{high:g} s"
+        rows.append(
+            (
+                f"`{row['case']}`",
+                f"{row['wire_bytes'] / 1e12:.2f} TB",
+                f"{published}, {row['published_system']}",
+                f"{row['predicted_s']:.2f} s",
+                f"{row['pause_s'] * 1e3:.0f} ms",
+            )
+        )
+    return table(("run", "on the wire", "published", "weft, predicted", "pause, predicted"), rows)
+
+
+def validation_summary() -> str:
+    rows = VALIDATION["rows"]
+    ids = list(dict.fromkeys(row["id"] for row in rows))
+    passed = [i for i in ids if all(row["pass"] for row in rows if row["id"] == i)]
+    partly = [i for i in ids if i not in passed]
+    held_out = [row for row in rows if row["split"] == "held-out"]
+    return (
+        f"{sum(row['pass'] for row in rows)} of {len(rows)} rows pass, {sum(row['pass'] for row in held_out)} of "
+        f"{len(held_out)} held-out ones; every row of {', '.join(passed)}. Rows of {', '.join(partly)} that do not pass "
+        "are shown with the reason."
+    )
+
+
+def validation_rows() -> str:
+    rows = [
+        (
+            row["id"],
+            row["quantity"],
+            row["source"],
+            _figure(row["published"]),
+            _figure(row["predicted"]),
+            f"{row['error']:+.1%}",
+            row["rule"],
+            row["split"],
+            "pass" if row["pass"] else f"**not passed**: {row['note']}",
+        )
+        for row in VALIDATION["rows"]
+    ]
+    header = ("test", "quantity", "source", "published", "predicted", "error", "rule", "split", "result")
+    return table(header, rows)
+
+
+def _figure(value: float | str) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+BLOCKS = {
+    "planning": planning,
+    "predictions": predictions,
+    "validation-summary": validation_summary,
+    "validation-rows": validation_rows,
+}
+
+
+def filled(text: str) -> str:
+    """The text with every `<!-- generated: NAME -->` block renewed."""
+
+    def renew(match: re.Match[str]) -> str:
+        return f"<!-- generated: {match[1]} -->\n{BLOCKS[match[1]]()}\n<!-- end -->"
+
+    return re.sub(r"<!-- generated: ([\w-]+) -->\n.*?<!-- end -->", renew, text, flags=re.DOTALL)
+
+
+def main() -> None:
+    stale = []
+    for name in FILES:
+        path = ROOT / name
+        text = path.read_text()
+        if filled(text) != text:
+            stale.append(name)
+            if "--check" not in sys.argv:
+                path.write_text(filled(text))
+    if stale and "--check" in sys.argv:
+        sys.exit(f"error: {', '.join(stale)} not up to date\nhint: run `make docs`")
+    print("up to date" if not stale else f"renewed {', '.join(stale)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,59 @@
+"""The `weft` command: parsing, streams, exit codes. Every command delegates.
+
+Data goes to stdout (a table, or one JSON object with `--json`), everything else to stderr. Exit codes: 0 done,
+1 a validation row that was asked for does not pass, 2 wrong input (`error:` and `hint:` on stderr), 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+from rich.markup import escape
+
+from weft import __version__
+from weft.cli.lists import models_command, presets_command, topologies_command
+from weft.cli.output import err, out
+from weft.cli.plan import plan_command
+from weft.cli.simulate import simulate_command
+from weft.cli.validate import validate_command
+from weft.errors import WeftError
+
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+    help="Move fresh policy weights from the GPUs that train a model to the GPUs that serve it.",
+)
+app.command("plan")(plan_command)
+app.command("simulate")(simulate_command)
+app.command("validate")(validate_command)
+app.command("models")(models_command)
+app.command("presets")(presets_command)
+app.command("topologies")(topologies_command)
+
+
+@app.callback(invoke_without_command=True)
+def _root(version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False) -> None:
+    if version:
+        out.print(__version__)
+        raise typer.Exit
+
+
+def main() -> None:
+    """Run the command line; never shows a traceback for wrong input."""
+    try:
+        app()
+    except WeftError as error:
+        err.print(f"[bold red]error:[/] {escape(str(error))}")
+        if error.hint:
+            err.print(f"[bold]hint:[/] {escape(error.hint)}")
+        sys.exit(2)
+    except KeyboardInterrupt:
+        err.print("interrupted")
+        sys.exit(130)
+    except BrokenPipeError:
+        sys.stderr.close()
+        sys.exit(0)

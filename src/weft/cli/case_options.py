@@ -1,0 +1,90 @@
+"""The options that describe a transfer, shared by the commands that plan."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from weft.cli.output import progress
+from weft.config import load_settings
+from weft.core import plan_file
+from weft.core.case import Case, plan_case
+from weft.core.catalog import load_model
+from weft.core.plan import Plan
+from weft.errors import ConfigError
+from weft.sim.presets import PRESETS
+
+Name = Annotated[
+    str,
+    typer.Argument(
+        metavar="[NAME]",
+        help="A preset (`weft presets`), a model (`weft models`), or the path of a config.json.",
+    ),
+]
+Trainer = Annotated[
+    str, typer.Option(help="Trainer layout: ddp8, fsdp128, hsdp8x16, pp2.ep8.fsdp16, tp4.pp4.cp2.ep16.")
+]
+Engine = Annotated[str, typer.Option(help="Engine layout: tp8, ep8, tp32.ep32, tp4.dp8.ep32.")]
+Replicas = Annotated[int, typer.Option(help="Number of identical engines.")]
+Dtype = Annotated[str, typer.Option(help="Engine precision: bf16, fp16, fp32, fp8-block128.")]
+TrainerDtype = Annotated[str, typer.Option(help="Trainer precision: bf16, fp16, fp32 (default: as the model says).")]
+TopologyName = Annotated[str, typer.Option("--topology", help="Cluster preset (`weft topologies`) or a .toml file.")]
+Placement = Annotated[str, typer.Option(help="separate: engines on other hosts than trainers; packed: on the same.")]
+PolicyName = Annotated[str, typer.Option("--policy", help="Who sends: balanced, greedy, round_robin, rank0.")]
+GatherName = Annotated[str, typer.Option("--gather", help="Plan like systems that gather first: none, mesh, world.")]
+Load = Annotated[Path | None, typer.Option(help="Use a saved plan file instead of planning.")]
+ConfigFile = Annotated[Path | None, typer.Option("--config", help="TOML file with a [weft] table of settings.")]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")]
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """The case as typed; empty means: as the preset says, or the default."""
+
+    name: str
+    trainer: str
+    engine: str
+    num_replicas: int
+    dtype: str
+    trainer_dtype: str
+    topology: str
+    placement: str
+    policy: str
+    gather: str
+
+    def case(self) -> Case:
+        """The case, with the preset's values where nothing was typed."""
+        if not self.name:
+            raise ConfigError(
+                "no model given", hint="name a preset, a model or a config.json: weft plan chen-qwen3-235b"
+            )
+        typed = {key: value for key, value in asdict(self).items() if value and key != "name"}
+        if self.num_replicas < 0:
+            raise ConfigError(f"{self.num_replicas} engine replicas", hint="at least one replica is needed")
+        preset = PRESETS.get(self.name)
+        if preset is not None:
+            return Case(**{**asdict(preset.case()), **typed})
+        for side in ("trainer", "engine"):
+            if side not in typed:
+                load_model(self.name)
+                raise ConfigError(
+                    f"no {side} layout given for `{self.name}`",
+                    hint=f"add --{side}, for example --{side} " + ("fsdp8" if side == "trainer" else "tp2"),
+                )
+        return Case(model=self.name, **typed)
+
+
+def make_or_load(asked: Asked, load: Path | None, config: Path | None) -> tuple[Plan, float]:
+    """The plan that was asked for, and the seconds it took."""
+    started = time.perf_counter()
+    with progress() as on_stage:
+        if load is not None:
+            on_stage(f"loading {load}")
+            plan = plan_file.load(load)
+        else:
+            plan = plan_case(asked.case(), settings=load_settings(config), on_stage=on_stage)
+    return plan, time.perf_counter() - started

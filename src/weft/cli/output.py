@@ -1,0 +1,61 @@
+"""Streams and tables: data on stdout, everything else on stderr; one JSON object where `--json` asks for it."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+out = Console(highlight=False, width=None if sys.stdout.isatty() else 160)
+err = Console(stderr=True, highlight=False)
+
+
+@contextmanager
+def progress() -> Iterator[Callable[[str], None]]:
+    """Says on stderr what is being done, on a terminal only."""
+    with err.status("starting") as status:
+        yield lambda stage: status.update(f"{stage} …")
+
+
+def print_json(value: Any) -> None:
+    """One line of JSON on stdout."""
+    print(json.dumps(value, ensure_ascii=False))
+
+
+def show_facts(title: str, facts: dict[str, str]) -> None:
+    """A title and named facts, on stdout."""
+    table = Table(title=title, title_justify="left", show_header=False, box=None, padding=(0, 2, 0, 0))
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, value in facts.items():
+        table.add_row(escape(name), escape(value))
+    out.print(table)
+
+
+def show_table(title: str, keys: tuple[str, ...], rows: list[tuple[Any, ...]], *, as_json: bool) -> None:
+    """Rows on stdout: a table, or a JSON list of objects."""
+    if as_json:
+        print_json([dict(zip(keys, row, strict=True)) for row in rows])
+        return
+    table = Table(title=title, title_justify="left")
+    for key in keys:
+        table.add_column(key.replace("_", " "), overflow="fold")
+    for row in rows:
+        table.add_row(*(escape(str(cell)) for cell in row))
+    out.print(table)
+
+
+def gb(num_bytes: float) -> str:
+    """Bytes as text."""
+    return f"{num_bytes / 1e9:.3f} GB"
+
+
+def number(value: float | str) -> str:
+    """A figure as short text; texts stay as they are."""
+    return f"{value:.4g}" if isinstance(value, float) else value

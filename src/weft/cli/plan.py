@@ -1,0 +1,182 @@
+"""`weft plan`: make, prove, explain, draw, save, load and compare routing plans."""
+
+from __future__ import annotations
+
+import resource
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from weft.cli.case_options import (
+    Asked,
+    ConfigFile,
+    Dtype,
+    Engine,
+    GatherName,
+    Json,
+    Load,
+    Name,
+    Placement,
+    PolicyName,
+    Replicas,
+    TopologyName,
+    Trainer,
+    TrainerDtype,
+    make_or_load,
+)
+from weft.cli.output import err, gb, print_json, show_facts
+from weft.core import plan_file
+from weft.core.bound import balance
+from weft.core.explain import Explanation, explain
+from weft.core.plan import Plan
+from weft.observe.matrix import write_picture
+
+
+def plan_command(
+    name: Name = "",
+    trainer: Trainer = "",
+    engine: Engine = "",
+    replicas: Replicas = 0,
+    dtype: Dtype = "",
+    trainer_dtype: TrainerDtype = "",
+    topology: TopologyName = "",
+    placement: Placement = "",
+    policy: PolicyName = "",
+    gather: GatherName = "",
+    load: Load = None,
+    config: ConfigFile = None,
+    tensor: Annotated[str, typer.Option("--explain", help="Show how one tensor travels, by name.")] = "",
+    svg: Annotated[Path | None, typer.Option(help="Draw the routing matrix into a .svg or .html file.")] = None,
+    save: Annotated[Path | None, typer.Option(help="Save the plan to a file.")] = None,
+    diff: Annotated[Path | None, typer.Option(help="Compare with a saved plan file.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Make a routing plan that provably writes every destination byte exactly once."""
+    asked = Asked(name, trainer, engine, replicas, dtype, trainer_dtype, topology, placement, policy, gather)
+    plan, plan_s = make_or_load(asked, load, config)
+    if svg is not None:
+        write_picture(plan, svg)
+        err.print(f"drew {svg}")
+    if save is not None:
+        plan_file.save(plan, save)
+        err.print(f"saved {save}")
+    if tensor:
+        _show_explanations(explain(plan, tensor), tensor, as_json=as_json)
+    elif diff is not None:
+        _show_difference(plan_file.compare(plan_file.load(diff), plan), diff, as_json=as_json)
+    else:
+        _show_plan(plan, plan_s, as_json=as_json)
+
+
+def _spread(values: Any) -> dict[str, float]:
+    return {"min": int(values.min()), "mean": float(values.mean()), "max": int(values.max())}
+
+
+def _plan_result(plan: Plan, plan_s: float) -> dict[str, Any]:
+    measured = balance(plan)
+    digest = plan_file.digest(plan)
+    return {
+        "model": plan.model,
+        "policy": plan.policy,
+        "trainer": plan.trainer.text,
+        "engine": plan.recipe.engine.text,
+        "num_replicas": plan.recipe.num_replicas,
+        "topology": plan.topology.cluster.name,
+        "num_trainers": plan.topology.num_trainers,
+        "num_engines": plan.topology.num_engines,
+        "total_bytes": plan.total_bytes,
+        "tx_bytes": _spread(plan.tx_bytes),
+        "rx_bytes": _spread(plan.rx_bytes),
+        "amax_bytes": plan.amax_bytes,
+        "num_routes": plan.num_routes,
+        "num_writes": plan.num_writes,
+        "zero_copy_bytes": int(plan.row_bytes[plan.path == 0] @ plan.fan_out[plan.path == 0]),
+        "bound_s": measured.bound_s,
+        "bound_by": measured.bound_by,
+        "makespan_s": measured.makespan_s,
+        "bottleneck": measured.bottleneck,
+        "makespan_over_bound": measured.over_bound,
+        "busy_s": measured.busy_s,
+        "bounds_s": measured.bounds_s,
+        "exact_cover": True,
+        "plan_s": plan_s,
+        "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        "digest": digest,
+    }
+
+
+def _show_plan(plan: Plan, plan_s: float, *, as_json: bool) -> None:
+    result = _plan_result(plan, plan_s)
+    if as_json:
+        print_json(result)
+        return
+    sent, received = result["tx_bytes"], result["rx_bytes"]
+    busiest, over = sent["max"] / max(sent["mean"], 1), result["makespan_over_bound"]
+    zero_copy = result["zero_copy_bytes"] / max(result["total_bytes"], 1)
+    facts = {
+        "from": f"{result['num_trainers']} trainer ranks, {result['trainer']}",
+        "to": f"{result['num_engines']} engine ranks, {result['num_replicas']} × {result['engine']}",
+        "over": result["topology"],
+        "bytes": f"{gb(result['total_bytes'])} in {result['num_routes']:,} routes and {result['num_writes']:,} writes",
+        "each trainer sends": f"{gb(sent['min'])} to {gb(sent['max'])}, busiest {busiest:.4f} × mean",
+        "each engine receives": f"{gb(received['min'])} to {gb(received['max'])}",
+        "zero-copy": f"{zero_copy:.1%} of the bytes; the rest is packed or converted",
+        "busiest": f"{result['bottleneck']}, {result['makespan_s']:.3f} s at line rate",
+        "lower bound": f"{result['bound_s']:.3f} s ({result['bound_by']}); this plan needs {over:.4f} × that",
+        "proven": "every destination byte is written exactly once",
+        "planned in": f"{plan_s:.1f} s, {result['peak_rss_bytes'] / 2**30:.2f} GiB",
+        "digest": result["digest"][:16] + "…",
+    }
+    show_facts(f"{plan.model}: {plan.policy} plan", facts)
+
+
+def _show_explanations(found: list[Explanation], name: str, *, as_json: bool) -> None:
+    if as_json:
+        print_json([asdict(row) for row in found])
+        return
+    print(f"{name}: {len(found)} rows of the plan")
+    for row in found[:40]:
+        walked = [axis for axis in row.axes if axis >= 0]
+        turned = " transposed" if walked != sorted(walked) else ""
+        how = f"{row.num_writes} write(s)" if row.num_writes else "shares a slot with other small rows"
+        print(
+            f"  {row.tensor}{_box(row.dst_lo, row.extent)} on engine {_ranks(row.receivers)}\n"
+            f"    ← {row.op} of {row.source}{turned} from {list(row.src_lo)}, sent by trainer "
+            f"{_ranks(tuple(sorted(set(row.senders))))} (held by {_ranks(row.holders)})\n"
+            f"    {row.num_bytes:,} bytes to each, {row.path.replace('_', '-')}, {how}"
+        )
+    if len(found) > 40:
+        err.print(f"these are the first 40 of {len(found)} rows; --json prints all")
+
+
+def _show_difference(found: plan_file.Difference, old: Path, *, as_json: bool) -> None:
+    if as_json:
+        print_json(asdict(found))
+        return
+    facts = {
+        "same digest": "yes" if found.same_digest else "no",
+        "routes unchanged": f"{found.num_same:,}",
+        "routes with another sender": f"{found.num_moved:,} ({gb(found.moved_bytes)})",
+        "routes removed": f"{found.num_removed:,} ({gb(found.removed_bytes)})",
+        "routes added": f"{found.num_added:,} ({gb(found.added_bytes)})",
+        "first tensors concerned": ", ".join(found.tensors[:3]) or "none",
+    }
+    show_facts(f"changes since {old}", facts)
+
+
+def _box(lo: tuple[int, ...], extent: tuple[int, ...]) -> str:
+    return "[" + ", ".join(f"{start}:{start + size}" for start, size in zip(lo, extent, strict=True)) + "]"
+
+
+def _ranks(ranks: tuple[int, ...]) -> str:
+    """Ranks as short ranges: 0–7, 16."""
+    parts: list[list[int]] = []
+    for rank in ranks:
+        if parts and rank == parts[-1][1] + 1:
+            parts[-1][1] = rank
+        else:
+            parts.append([rank, rank])
+    texts = [f"{a}" if a == b else f"{a}–{b}" for a, b in parts]
+    return ", ".join(texts if len(texts) <= 8 else [*texts[:7], "…"])

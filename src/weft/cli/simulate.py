@@ -1,0 +1,100 @@
+"""`weft simulate`: predict one update."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from weft.cli.case_options import (
+    Asked,
+    ConfigFile,
+    Dtype,
+    Engine,
+    GatherName,
+    Json,
+    Load,
+    Name,
+    Placement,
+    PolicyName,
+    Replicas,
+    TopologyName,
+    Trainer,
+    TrainerDtype,
+    make_or_load,
+)
+from weft.cli.output import err, gb, print_json, progress, show_facts
+from weft.config import ReceiverMode
+from weft.core.plan import Plan
+from weft.errors import ConfigError
+from weft.observe.trace import write_trace
+from weft.sim.presets import PRESETS, Preset
+from weft.sim.simulator import Options, simulate
+
+
+def simulate_command(
+    name: Name = "",
+    trainer: Trainer = "",
+    engine: Engine = "",
+    replicas: Replicas = 0,
+    dtype: Dtype = "",
+    trainer_dtype: TrainerDtype = "",
+    topology: TopologyName = "",
+    placement: Placement = "",
+    policy: PolicyName = "",
+    gather: GatherName = "",
+    load: Load = None,
+    config: ConfigFile = None,
+    mode: Annotated[str, typer.Option(help="Receiver mode: shadow or in_place.")] = "shadow",
+    offloaded: Annotated[bool | None, typer.Option(help="Trainer weights start in host memory.")] = None,
+    skew_ms: Annotated[float, typer.Option(help="Senders start spread over this many milliseconds.")] = 0.0,
+    trace: Annotated[Path | None, typer.Option(help="Write a trace for ui.perfetto.dev.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Predict how long one update takes, and how long the engines pause."""
+    if mode not in list(ReceiverMode):
+        raise ConfigError(f"unknown mode `{mode}`", hint=f"use {' or '.join(ReceiverMode)}")
+    if not 0 <= skew_ms <= 3_600_000:
+        raise ConfigError(f"skew of {skew_ms} ms", hint="give 0 to 3600000 milliseconds")
+    asked = Asked(name, trainer, engine, replicas, dtype, trainer_dtype, topology, placement, policy, gather)
+    plan, _ = make_or_load(asked, load, config)
+    preset = PRESETS.get(name)
+    if offloaded is None:
+        offloaded = preset is not None and preset.offloaded
+    options = Options(mode=ReceiverMode(mode), offloaded=offloaded, skew_s=skew_ms / 1e3)
+    with progress() as on_stage:
+        on_stage("simulating")
+        prediction = simulate(plan, options=options, record=trace is not None)
+    if trace is not None and prediction.recorder is not None:
+        num_spans = write_trace(prediction.recorder.events, trace)
+        err.print(f"wrote {num_spans} spans to {trace}: open it at ui.perfetto.dev")
+    result = {
+        "model": plan.model,
+        "predicted_s": prediction.predicted_s,
+        "transfer_s": prediction.transfer_s,
+        "pause_s": prediction.pause_s,
+        "wire_bytes": prediction.wire_bytes,
+        "stages": prediction.stages,
+        "num_chunks": prediction.num_chunks,
+        "published_s": list(preset.published_s) if preset else None,
+        "published_system": preset.system if preset else None,
+    }
+    if as_json:
+        print_json(result)
+    else:
+        _show_prediction(plan, result, preset)
+
+
+def _show_prediction(plan: Plan, result: dict[str, Any], preset: Preset | None) -> None:
+    facts = {
+        "predicted": f"{result['predicted_s']:.3f} s from publish to the last commit",
+        "pause": f"{result['pause_s'] * 1e3:.1f} ms per engine",
+        "on the wire": f"{gb(result['wire_bytes'])} in {result['num_chunks']:,} chunks",
+        **{f"stage {name}": f"{seconds * 1e3:.1f} ms" for name, seconds in result["stages"].items()},
+    }
+    if preset is not None:
+        facts["published"] = f"{preset.published_range} s by {preset.system}"
+        facts["  stated"] = preset.published
+        facts["  assumed"] = preset.assumed
+    show_facts(f"{plan.model}: one update, simulated (stages overlap)", facts)

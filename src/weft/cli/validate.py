@@ -1,0 +1,67 @@
+"""`weft validate`: planner and simulator against published results."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+from rich.markup import escape
+from rich.table import Table
+
+from weft.cli.case_options import Json
+from weft.cli.output import number, out, print_json, progress
+from weft.errors import ConfigError
+from weft.sim.validation import Row, passed_ids, validate
+
+
+def validate_command(
+    only: Annotated[
+        str, typer.Option(help="Test ids that must pass, such as T1,T2: exit code 1 if one does not.")
+    ] = "",
+    as_json: Json = False,
+) -> None:
+    """Compare planner and simulator with other systems' published results."""
+    with progress() as on_stage:
+        rows = validate(on_stage)
+    passed = passed_ids(rows)
+    wanted = [part.strip().upper() for part in only.split(",") if part.strip()]
+    unknown = [row_id for row_id in wanted if row_id not in passed]
+    if unknown:
+        raise ConfigError(f"unknown test `{unknown[0]}`", hint=f"tests: {', '.join(passed)}")
+    if as_json:
+        print_json([row.to_json() for row in rows])
+    else:
+        _show_rows(rows, passed)
+    if any(not passed[row_id] for row_id in wanted):
+        raise typer.Exit(1)
+
+
+def _show_rows(rows: list[Row], passed: dict[str, bool]) -> None:
+    table = Table(title="published results, predicted", title_justify="left")
+    for column in ("test", "quantity", "published", "predicted", "error", "rule", "split", "result"):
+        table.add_column(
+            column,
+            overflow="fold",
+            justify="right" if column in ("published", "predicted", "error") else "left",
+        )
+    for row in rows:
+        result = "[green]pass[/]" if row.passed else "[bold red]NOT PASSED[/]"
+        cells = (
+            row.id,
+            row.quantity,
+            number(row.published),
+            number(row.predicted),
+            f"{row.error:+.1%}",
+            row.rule,
+            row.split,
+        )
+        table.add_row(*(escape(cell) for cell in cells), result)
+    out.print(table)
+    for row in rows:
+        if not row.passed:
+            out.print(f"[bold]{row.id}[/] not passed: {escape(row.quantity)}. {escape(row.note)}")
+    whole = [row_id for row_id, good in passed.items() if good]
+    out.print(
+        f"{sum(row.passed for row in rows)} of {len(rows)} rows pass; all rows of {', '.join(whole)}. Constants "
+        "are fitted on the rows marked fit (micro-benchmarks and stage costs); the others are held out."
+    )
