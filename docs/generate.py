@@ -76,8 +76,8 @@ def validation_summary() -> str:
     held_out = [row for row in rows if row["split"] == "held-out"]
     return (
         f"{sum(row['pass'] for row in rows)} of {len(rows)} rows pass, {sum(row['pass'] for row in held_out)} of "
-        f"{len(held_out)} held-out ones; every row of {', '.join(passed)}. Rows of {', '.join(partly)} that do not pass "
-        "are shown with the reason."
+        f"{len(held_out)} held-out ones; every row of {', '.join(passed)}. Rows of {', '.join(partly)} that do not "
+        "pass are shown with the reason."
     )
 
 

@@ -94,3 +94,9 @@ def test_a_broken_config_file_is_named(tmp_path, text):
     path.write_text(text)
     with pytest.raises(ConfigError, match=r"config\.json"):
         load_model(str(path))
+
+
+def test_a_config_with_too_many_tensors_is_refused():
+    config = {**CONFIGS["qwen3-30b-a3b"], "num_hidden_layers": 2000, "num_experts": 16_000}
+    with pytest.raises(ConfigError, match="expert tensors, more than 1000000"):
+        build_model("huge", config)

@@ -191,3 +191,8 @@ def test_unknown_words_in_a_case(field):
     case = Case(model="qwen3-0.6b", trainer="fsdp2", engine="tp2")
     with pytest.raises(ConfigError, match="nonsense"):
         plan_case(replace(case, **{field: "nonsense"}))
+
+
+def test_plans_too_large_to_make_are_refused_early():
+    with pytest.raises(PlanError, match="routes"):
+        plan_case(Case(model="qwen3-0.6b", trainer="fsdp1024", engine="tp1", num_replicas=4096))

@@ -6,7 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from weft.core.layout import Layout, Shard, Tensor
-from weft.core.recipe import Op, Piece, Recipe, StridedPiece, boxes_of_view
+from weft.core.recipe import Op, Piece, Recipe
+from weft.core.strided import StridedPiece, boxes_of_view, recipe_from_strided
 from weft.errors import LayoutError
 
 
@@ -107,6 +108,10 @@ SOURCE = np.arange(8 * 6).reshape(8, 6)
         (lambda s: s.reshape(4, 2, 6).transpose(1, 0, 2), (8, 6), lambda d: d.reshape(2, 4, 6), 8),
         (lambda s: s[3], (6,), lambda d: d, 1),
         (lambda s: s[:, 2], (8,), lambda d: d, 1),
+        (lambda s: s.reshape(-1), (8, 6), lambda d: d.reshape(-1), 1),
+        (lambda s: s.reshape(-1), (4, 12), lambda d: d.reshape(-1), 8),
+        (lambda s: s.reshape(-1)[5:40], (35,), lambda d: d, 7),
+        (lambda s: s[2:4].reshape(-1), (3, 12), lambda d: d[1], 2),
     ],
 )
 def test_traced_views_become_few_boxes_with_the_same_bytes(take, shape, put, num_boxes):
@@ -133,10 +138,30 @@ def test_random_views_replay_exactly(data):
     assert np.array_equal(replay(pieces, source, out.shape), expected)
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"src_offset": 40},
+        {"src_offset": -1},
+        {"dst_strides": (6,)},
+        {"src_strides": (-6, 1)},
+        {"shape": (0, 6)},
+        {"dst": "nowhere"},
+        {"source": "nothing"},
+    ],
+)
+def test_views_outside_their_tensor_are_refused(change):
+    good = {"dst": "d", "source": "s", "shape": (2, 6), "dst_offset": 0, "dst_strides": (6, 1), "src_offset": 0}
+    piece = StridedPiece(**{**good, "src_strides": (6, 1), **change})
+    tensors = {0: [Tensor(name="d", dtype="bf16", shape=(2, 6))]}
+    with pytest.raises(LayoutError):
+        recipe_from_strided(tensors, {0: [piece]}, [Tensor(name="s", dtype="bf16", shape=(8, 6))])
+
+
 def test_from_strided_builds_a_whole_recipe():
     out = np.zeros((8, 6), dtype=np.int64)
     halves = [strided(SOURCE, SOURCE[4:], out, out[:4]), strided(SOURCE, SOURCE[:4], out, out[4:])]
-    recipe = Recipe.from_strided(
+    recipe = recipe_from_strided(
         {0: [Tensor(name="d", dtype="bf16", shape=(8, 6))]},
         {0: halves},
         [Tensor(name="s", dtype="bf16", shape=(8, 6))],

@@ -26,9 +26,10 @@ Name = Annotated[
     ),
 ]
 Trainer = Annotated[
-    str, typer.Option(help="Trainer layout: ddp8, fsdp128, hsdp8x16, pp2.ep8.fsdp16, tp4.pp4.cp2.ep16.")
+    str,
+    typer.Option(help="Trainer layout: ddp8, fsdp128, hsdp8x16, pp2.ep8.fsdp16, tp4.pp4.cp2.ep16, or a .json file."),
 ]
-Engine = Annotated[str, typer.Option(help="Engine layout: tp8, ep8, tp32.ep32, tp4.dp8.ep32.")]
+Engine = Annotated[str, typer.Option(help="Engine layout: tp8, ep8, tp32.ep32, tp4.dp8.ep32, or a .json file.")]
 Replicas = Annotated[int, typer.Option(help="Number of identical engines.")]
 Dtype = Annotated[str, typer.Option(help="Engine precision: bf16, fp16, fp32, fp8-block128.")]
 TrainerDtype = Annotated[str, typer.Option(help="Trainer precision: bf16, fp16, fp32 (default: as the model says).")]

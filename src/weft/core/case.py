@@ -7,15 +7,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 from weft.config import Settings
 from weft.core.assign import Policy
 from weft.core.catalog import load_model
 from weft.core.engine_layout import engine_recipe, parse_engine
+from weft.core.layout import Layout
+from weft.core.layout_file import is_layout_file, read_engine_file, read_trainer_file
 from weft.core.model import Model
 from weft.core.plan import Plan
 from weft.core.planner import make_plan, parse_policy
-from weft.core.topology import load_topology, with_placement
+from weft.core.recipe import Recipe
+from weft.core.topology import Cluster, load_topology, with_placement
 from weft.core.trainer_layout import Gather, parse_trainer, trainer_layout
 from weft.errors import ConfigError
 
@@ -27,7 +31,9 @@ class Case:
     model: str
     """Catalog name or path of a config.json."""
     trainer: str
+    """Layout text, or the path of a .json file with explicit shards."""
     engine: str
+    """Layout text, or the path of a .json file with traced pieces."""
     num_replicas: int = 1
     dtype: str = "bf16"
     """Engine precision: bf16, fp16, fp32 or fp8-block128."""
@@ -54,26 +60,49 @@ def plan_case(
     cluster = load_topology(case.topology)
     if case.placement:
         cluster = with_placement(cluster, case.placement)
-    num_engines = parse_engine(case.engine).num_ranks * case.num_replicas
-    topology = cluster.place(num_trainers=parse_trainer(case.trainer).num_ranks, num_engines=num_engines)
+    _check_sizes(case, cluster)
     on_stage(f"listing the tensors of {case.model}")
     model = model or load_model(case.model)
     if case.trainer_dtype:
         model = model.with_dtype(case.trainer_dtype)
     on_stage(f"laying out trainers {case.trainer}")
-    trainer = trainer_layout(model, case.trainer, gather=gather)
+    trainer = _trainer(case, model, gather)
     on_stage(f"laying out engines {case.engine}")
-    recipe = engine_recipe(model, case.engine, num_replicas=case.num_replicas, dtype=case.dtype)
+    recipe = _recipe(case, model)
     return make_plan(
         trainer=trainer,
         recipe=recipe,
-        topology=topology,
+        topology=cluster.place(num_trainers=trainer.num_ranks, num_engines=recipe.engine.num_ranks),
         policy=policy,
         settings=settings,
         model=model.name,
         gathered=gather is not Gather.NONE,
         on_stage=on_stage,
     )
+
+
+def _check_sizes(case: Case, cluster: Cluster) -> None:
+    """Refuse what is too large to plan before building any of it."""
+    if is_layout_file(case.trainer) or is_layout_file(case.engine):
+        return
+    num_engines = parse_engine(case.engine).num_ranks * case.num_replicas
+    cluster.place(num_trainers=parse_trainer(case.trainer).num_ranks, num_engines=num_engines)
+
+
+def _trainer(case: Case, model: Model, gather: Gather) -> Layout:
+    if not is_layout_file(case.trainer):
+        return trainer_layout(model, case.trainer, gather=gather)
+    if gather is not Gather.NONE:
+        raise ConfigError(
+            f"cannot gather the shards of `{case.trainer}`", hint="use a layout text with `rank0` and `--gather`"
+        )
+    return read_trainer_file(Path(case.trainer), model)
+
+
+def _recipe(case: Case, model: Model) -> Recipe:
+    if is_layout_file(case.engine):
+        return read_engine_file(Path(case.engine), model, num_replicas=case.num_replicas)
+    return engine_recipe(model, case.engine, num_replicas=case.num_replicas, dtype=case.dtype)
 
 
 def _gather(text: str) -> Gather:

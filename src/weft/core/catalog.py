@@ -21,6 +21,7 @@ from weft.core.model import FIRST_STAGE, LAST_STAGE, Model, ModelTensor, Split
 from weft.errors import ConfigError
 
 MAX_LAYERS, MAX_EXPERTS, MAX_WIDTH = 2_000, 16_384, 2**24
+MAX_TENSORS = 1_000_000
 
 _HF_DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 
@@ -112,6 +113,14 @@ class _Fields:
         if default is None:
             raise ConfigError(f"config of `{self._name}` has no field `{names[0]}`")
         return default
+
+    def refuse_more_tensors_than(self, most: int, number: int) -> None:
+        """Raise if layers times experts is absurd."""
+        if number > most:
+            raise ConfigError(
+                f"config of `{self._name}` describes {number} expert tensors, more than {most}",
+                hint="check the numbers of layers and experts",
+            )
 
     def flag(self, name: str, *, default: bool = False) -> bool:
         """A true/false field."""
@@ -318,6 +327,7 @@ def _experts(fields: _Fields, *, correction_bias: bool) -> Block:
     """Router, routed experts and shared experts."""
     hidden = fields.count("hidden_size")
     num_experts = fields.count("n_routed_experts", "num_experts", most=MAX_EXPERTS)
+    fields.refuse_more_tensors_than(MAX_TENSORS, 3 * num_experts * fields.count("num_hidden_layers", most=MAX_LAYERS))
     width = fields.count("moe_intermediate_size")
     num_shared = fields.count("n_shared_experts", default=0, least=0)
 

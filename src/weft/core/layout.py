@@ -27,6 +27,7 @@ from weft.errors import LayoutError
 DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8_e4m3": 1}
 MAX_RANKS = 65_536
 MAX_TENSOR_DIM = 2**31 - 1
+MAX_SHARD_ROWS = 30_000_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -27,6 +27,8 @@ from weft.core.recipe import QUANT_BLOCK, Op, Recipe, scale_shape, to_destinatio
 from weft.core.topology import Topology
 from weft.errors import ConfigError, PlanError
 
+MAX_ROUTES = 200_000_000
+"""Largest plan weft makes; Kimi-K2 over 256 → 128 ranks has 26 million routes."""
 CANDIDATES_PER_BLOCK = 2_000_000
 """Piece-shard pairs intersected at once: bounds the memory of planning."""
 
@@ -64,6 +66,7 @@ def make_plan(
     on_stage(f"choosing senders ({chosen})")
     engine = recipe.engine
     dst = recipe.dst[piece]
+    _check_number(int(engine.groups.sizes[engine.group_of[dst]].sum()), "routes")
     demand = Demand(
         row_bytes=boxes.volume(extent) * engine.itemsize[dst],
         holder_group=sources.group_of[shard],
@@ -95,6 +98,13 @@ def make_plan(
     on_stage("proving exact cover")
     prove(plan)
     return plan
+
+
+def _check_number(number: int, what: str) -> None:
+    if number > MAX_ROUTES:
+        raise PlanError(
+            f"the plan would have {number} {what}", hint=f"at most {MAX_ROUTES}: use fewer ranks, replicas or shards"
+        )
 
 
 def parse_policy(policy: Policy | str) -> Policy:
@@ -143,6 +153,7 @@ def _candidates(recipe: Recipe, sources: Layout) -> tuple[Ints, Ints]:
     starts = np.cumsum(num_shards) - num_shards
     tensor = piece_sources(recipe, sources)
     count = np.where(tensor >= 0, num_shards[tensor], 0)
+    _check_number(int(count.sum()), "pairs of a piece and a shard")
     piece = np.repeat(np.arange(len(tensor), dtype=np.int32), count)
     within = np.arange(len(piece)) - np.repeat(np.cumsum(count) - count, count)
     return piece, order[np.repeat(starts[tensor], count) + within]

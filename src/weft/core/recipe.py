@@ -9,8 +9,7 @@ all its pieces as columns; rows of the engine layout that are made the same way 
         Piece(dst="qkv", source="kv", dst_lo=(8, 0), extent=(4, 4), src_lo=(0, 0)),
     ]})
 
-Loaders that were traced give pieces as strided views instead (`StridedPiece`); `boxes_of_view` turns each into
-as few boxes as it can.
+Loaders that were traced give strided views instead: `weft.core.strided`.
 """
 
 from __future__ import annotations
@@ -30,7 +29,6 @@ from weft.errors import LayoutError
 
 QUANT_BLOCK = 128
 """Side of the square blocks that share one FP8 scale."""
-MAX_BOXES_PER_VIEW = 1 << 20
 
 
 class Op(enum.IntEnum):
@@ -63,20 +61,6 @@ class Piece:
     extent: tuple[int, ...]
     src_lo: tuple[int, ...]
     axes: tuple[int, ...] | None = None
-    op: Op = Op.COPY
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StridedPiece:
-    """One copy of a traced loader: a view of the destination ← a view of a source, offsets and strides in elements."""
-
-    dst: str
-    source: str
-    shape: tuple[int, ...]
-    dst_offset: int
-    dst_strides: tuple[int, ...]
-    src_offset: int
-    src_strides: tuple[int, ...]
     op: Op = Op.COPY
 
 
@@ -150,27 +134,6 @@ class Recipe:
         for (tensor, made_of), ranks in same.items():
             builder.add(tensor, ranks, made_of)
         return builder.build(num_ranks=1 + max(tensors))
-
-    @classmethod
-    def from_strided(
-        cls,
-        tensors: Mapping[int, Sequence[Tensor]],
-        pieces: Mapping[int, Sequence[StridedPiece]],
-        sources: Sequence[Tensor],
-        *,
-        num_replicas: int = 1,
-    ) -> Recipe:
-        """A recipe from traced copies between contiguous tensors."""
-        shape_of = {tensor.name: tensor.shape for tensor in sources}
-        boxed: dict[int, list[Piece]] = {}
-        for rank, local in tensors.items():
-            local_shape = {tensor.name: tensor.shape for tensor in local}
-            boxed[rank] = [
-                box
-                for piece in pieces[rank]
-                for box in boxes_of_view(piece, local_shape[piece.dst], shape_of[piece.source])
-            ]
-        return cls.from_pieces(tensors, boxed, num_replicas=num_replicas)
 
 
 def padding_piece(dst: str, dst_lo: tuple[int, ...], extent: tuple[int, ...]) -> Piece:
@@ -356,86 +319,3 @@ def _dtype_problems(recipe: Recipe, trainer: Layout, pieces: Ints, tensor_of: In
         if source.name not in seen:
             seen.add(source.name)
             yield f"dtype: {source.name} is {source.dtype}, {dst.name} is {dst.dtype}, and the piece is a plain copy"
-
-
-def boxes_of_view(piece: StridedPiece, dst_shape: tuple[int, ...], src_shape: tuple[int, ...]) -> list[Piece]:
-    """The boxes of a strided copy between two contiguous tensors.
-
-    View dimensions that walk along one tensor dimension on each side stay whole; others (a step larger than one, or
-    two view dimensions along the same tensor dimension) are enumerated.
-    """
-    walks = [
-        (size, _walk(src_stride, src_shape), _walk(dst_stride, dst_shape))
-        for size, src_stride, dst_stride in zip(piece.shape, piece.src_strides, piece.dst_strides, strict=True)
-        if size > 1
-    ]
-    whole, enumerated = _partition_walks(_merge_walks(walks))
-    count = int(np.prod([size for size, _, _ in enumerated], dtype=np.int64)) if enumerated else 1
-    if count > MAX_BOXES_PER_VIEW:
-        raise LayoutError(
-            f"the copy of `{piece.source}` into `{piece.dst}` falls into {count} boxes",
-            hint="declare this tensor's pieces by hand, or let the engine load it",
-        )
-    axes = [-1] * len(dst_shape)
-    extent = [1] * len(dst_shape)
-    for size, (src_dim, _), (dst_dim, _) in whole:
-        axes[dst_dim], extent[dst_dim] = src_dim, size
-    found = []
-    for index in np.ndindex(*[size for size, _, _ in enumerated]):
-        src_lo = list(np.unravel_index(piece.src_offset, src_shape))
-        dst_lo = list(np.unravel_index(piece.dst_offset, dst_shape))
-        for step, (_, (src_dim, src_step), (dst_dim, dst_step)) in zip(index, enumerated, strict=True):
-            src_lo[src_dim] += step * src_step
-            dst_lo[dst_dim] += step * dst_step
-        found.append(
-            Piece(
-                dst=piece.dst,
-                source=piece.source,
-                dst_lo=tuple(int(x) for x in dst_lo),
-                extent=tuple(extent),
-                src_lo=tuple(int(x) for x in src_lo),
-                axes=tuple(axes),
-                op=piece.op,
-            )
-        )
-    return found
-
-
-_Walk = tuple[int, int]
-"""Tensor dimension a view dimension walks along, and its step there."""
-
-
-def _walk(stride: int, shape: tuple[int, ...]) -> _Walk:
-    pitch = 1
-    for dim in range(len(shape) - 1, -1, -1):
-        if stride < pitch * shape[dim] and stride % pitch == 0:
-            return dim, stride // pitch
-        pitch *= shape[dim]
-    raise LayoutError(f"a view with stride {stride} does not fit a tensor of shape {list(shape)}")
-
-
-def _merge_walks(walks: list[tuple[int, _Walk, _Walk]]) -> list[tuple[int, _Walk, _Walk]]:
-    """Join neighbouring view dimensions that are one longer walk on both sides (a reshape of heads, say)."""
-    merged: list[tuple[int, _Walk, _Walk]] = []
-    for size, src, dst in walks:
-        if merged:
-            outer, outer_src, outer_dst = merged[-1]
-            joins = outer_src == (src[0], src[1] * size) and outer_dst == (dst[0], dst[1] * size)
-            if joins:
-                merged[-1] = (outer * size, src, dst)
-                continue
-        merged.append((size, src, dst))
-    return merged
-
-
-def _partition_walks(
-    walks: list[tuple[int, _Walk, _Walk]],
-) -> tuple[list[tuple[int, _Walk, _Walk]], list[tuple[int, _Walk, _Walk]]]:
-    """Walks that can stay whole (longest first), and those that must be enumerated."""
-    whole: list[tuple[int, _Walk, _Walk]] = []
-    enumerated: list[tuple[int, _Walk, _Walk]] = []
-    for walk in sorted(walks, key=lambda w: -w[0]):
-        _, (src_dim, src_step), (dst_dim, dst_step) = walk
-        free = all(src_dim != s[0] and dst_dim != d[0] for _, s, d in whole)
-        (whole if src_step == dst_step == 1 and free else enumerated).append(walk)
-    return whole, enumerated

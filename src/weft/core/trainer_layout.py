@@ -26,7 +26,7 @@ import numpy as np
 
 from weft.core.axes import check_world, chunk, parse_axes
 from weft.core.boxes import Ints, pad_dims, row_major_strides
-from weft.core.layout import GroupBuilder, Layout
+from weft.core.layout import MAX_SHARD_ROWS, GroupBuilder, Layout
 from weft.core.model import Box, Model, ModelTensor, expert_range
 from weft.errors import ConfigError, LayoutError
 
@@ -268,6 +268,11 @@ class _Columns:
     def build(self, tensors: tuple[ModelTensor, ...], text: str) -> Layout:
         num_dims = max(len(tensor.shape) for tensor in tensors)
         lengths = [len(block.groups) for block in self._blocks]
+        if sum(lengths) > MAX_SHARD_ROWS:
+            raise ConfigError(
+                f"trainer layout `{text}` cuts `{self._model.name}` into {sum(lengths)} shards",
+                hint=f"at most {MAX_SHARD_ROWS} shards are supported",
+            )
         return Layout(
             side="trainer",
             num_ranks=self._mesh.num_ranks,
