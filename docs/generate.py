@@ -51,6 +51,25 @@ def _plan_row(name: str, row: dict[str, Any]) -> tuple[str, ...]:
     )
 
 
+def plan_example() -> str:
+    """What `weft plan chen-qwen3-235b` says, shortened."""
+    row = next(row for row in PLANNING["cases"] if row["case"] == "chen-qwen3-235b")
+    sent, received = row["tx_bytes"], row["rx_bytes"]
+    facts = {
+        "from": f"{row['num_trainers']} trainer ranks, {row['trainer']}",
+        "to": f"{row['num_engines']} engine ranks, {row['num_replicas']} × {row['engine']}",
+        "bytes": f"{row['total_bytes'] / 1e9:.3f} GB in {row['num_routes']:,} routes and {row['num_writes']:,} writes",
+        "each trainer sends": f"{sent['min'] / 1e9:.3f} GB to {sent['max'] / 1e9:.3f} GB, "
+        f"busiest {sent['max'] / sent['mean']:.4f} × mean",
+        "each engine receives": f"{received['min'] / 1e9:.3f} GB to {received['max'] / 1e9:.3f} GB",
+        "lower bound": f"{row['bound_s']:.3f} s ({row['bound_by']}); this plan needs {row['makespan_over_bound']:.4f} × that",
+        "proven": "every destination byte is written exactly once",
+        "planned in": f"{row['plan_s']:.1f} s, {row['peak_rss_bytes'] / 2**30:.2f} GiB",
+    }
+    lines = [f"{name:22s}{value}" for name, value in facts.items()]
+    return "\n".join(["```", "$ weft plan chen-qwen3-235b", *lines, "```"])
+
+
 def predictions() -> str:
     rows = []
     for row in PLANNING["predictions"]:
@@ -105,6 +124,7 @@ def _figure(value: float | str) -> str:
 
 
 BLOCKS = {
+    "plan-example": plan_example,
     "planning": planning,
     "predictions": predictions,
     "validation-summary": validation_summary,
