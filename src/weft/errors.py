@@ -36,3 +36,23 @@ class LayoutError(WeftError):
 
 class PlanError(WeftError):
     """A plan does not write every destination byte exactly once, or a plan file is damaged."""
+
+
+class TransportError(WeftError):
+    """Bytes could not be moved."""
+
+
+class TransportUnavailable(TransportError):
+    """This transport does not work on this machine; the hint says what to install or use instead."""
+
+
+class RegistrationError(TransportError):
+    """Memory is not registered, or cannot be."""
+
+
+class PeerLost(TransportError):
+    """The other side is gone."""
+
+
+class TransferTimeout(TransportError):
+    """A transfer did not finish before its deadline."""

@@ -518,7 +518,7 @@ def _t12_delta(_: _Cases) -> Iterator[Row]:
     for name, num_elements, density, published, split, tolerance, note in coded:
         predicted = delta_size.entropy_coded_bytes(num_elements, density) / 1e9
         yield _within(
-            "T12", name, "GB of delta, entropy-coded", published, predicted, tolerance, split=split, note=note
+            "T12", name, f"GB of entropy-coded delta: {name}", published, predicted, tolerance, split=split, note=note
         )
 
 

@@ -1,0 +1,291 @@
+/* Batched memory work for weft: copies, writes into another process, and the digest.
+ *
+ * Every function takes parallel columns of unsigned 64-bit numbers (addresses, lengths, positions) as contiguous
+ * buffers, releases the interpreter lock while it works, and can use several threads. Addresses are not checked here:
+ * the transports only pass addresses inside memory that was registered with them.
+ *
+ * Callers: weft/native.py, which has a slower fallback for machines without this module.
+ */
+#define _GNU_SOURCE
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+#include <errno.h>
+#include <pthread.h>
+#include <stdint.h>
+#include <string.h>
+#include <sys/uio.h>
+
+#define MAX_COLUMNS 3
+#define MAX_THREADS 64
+#define IOVECS_PER_CALL 1024              /* the kernel's limit */
+#define BYTES_PER_CALL ((uint64_t)1 << 30) /* larger requests return short */
+
+typedef struct {
+    Py_buffer views[MAX_COLUMNS];
+    const uint64_t *column[MAX_COLUMNS];
+    int num_columns;
+    Py_ssize_t num_rows;
+} Columns;
+
+static void columns_release(Columns *columns) {
+    for (int i = 0; i < columns->num_columns; i++) PyBuffer_Release(&columns->views[i]);
+}
+
+/* Fills `columns` from objects that hold equally many 8-byte items; returns 0, or -1 with an exception set. */
+static int columns_get(Columns *columns, PyObject **objects, int num_columns) {
+    columns->num_columns = 0;
+    for (int i = 0; i < num_columns; i++) {
+        Py_buffer *view = &columns->views[i];
+        if (PyObject_GetBuffer(objects[i], view, PyBUF_C_CONTIGUOUS | PyBUF_FORMAT) < 0) {
+            columns_release(columns);
+            return -1;
+        }
+        columns->num_columns++;
+        if (view->itemsize != 8 || view->ndim != 1) {
+            columns_release(columns);
+            PyErr_SetString(PyExc_TypeError, "expected one-dimensional columns of 8-byte integers");
+            return -1;
+        }
+        Py_ssize_t num_rows = view->len / 8;
+        if (i > 0 && num_rows != columns->num_rows) {
+            columns_release(columns);
+            PyErr_SetString(PyExc_ValueError, "columns have different lengths");
+            return -1;
+        }
+        columns->num_rows = num_rows;
+        columns->column[i] = (const uint64_t *)view->buf;
+    }
+    return 0;
+}
+
+/* One thread's share of the bytes: from byte `begin` to byte `end` of all rows laid one after the other. */
+typedef struct Share {
+    const Columns *columns;
+    uint64_t begin, end;
+    uint64_t result;
+    void (*work)(struct Share *share);
+} Share;
+
+static void *share_run(void *argument) {
+    Share *share = (Share *)argument;
+    share->work(share);
+    return NULL;
+}
+
+/* Splits all bytes evenly over threads and adds up their results. Lengths are the last column. */
+static uint64_t run_shares(const Columns *columns, int num_threads, void (*work)(Share *)) {
+    const uint64_t *length = columns->column[columns->num_columns - 1];
+    uint64_t total = 0, result = 0;
+    for (Py_ssize_t i = 0; i < columns->num_rows; i++) total += length[i];
+    if (num_threads < 1 || total < ((uint64_t)1 << 20)) num_threads = 1;
+    if (num_threads > MAX_THREADS) num_threads = MAX_THREADS;
+    Share shares[MAX_THREADS];
+    pthread_t threads[MAX_THREADS];
+    int started[MAX_THREADS] = {0};
+    uint64_t step = (total / (uint64_t)num_threads) & ~(uint64_t)4095;
+    for (int t = 0; t < num_threads; t++) {
+        shares[t] = (Share){columns, step * (uint64_t)t, t + 1 == num_threads ? total : step * (uint64_t)(t + 1), 0, work};
+        if (t > 0) started[t] = pthread_create(&threads[t], NULL, share_run, &shares[t]) == 0;
+    }
+    work(&shares[0]);
+    for (int t = 0; t < num_threads; t++) {
+        if (t > 0 && started[t]) pthread_join(threads[t], NULL);
+        else if (t > 0) work(&shares[t]); /* no thread to be had: do it here */
+        result += shares[t].result;
+    }
+    return result;
+}
+
+static void copy_share(Share *share) {
+    const uint64_t *dst = share->columns->column[0], *src = share->columns->column[1], *length = share->columns->column[2];
+    uint64_t position = 0;
+    for (Py_ssize_t i = 0; i < share->columns->num_rows && position < share->end; position += length[i], i++) {
+        if (position + length[i] <= share->begin) continue;
+        uint64_t from = position < share->begin ? share->begin - position : 0;
+        uint64_t to = position + length[i] > share->end ? share->end - position : length[i];
+        memcpy((void *)(uintptr_t)(dst[i] + from), (const void *)(uintptr_t)(src[i] + from), (size_t)(to - from));
+        share->result += to - from;
+    }
+}
+
+/* The digest: a weighted sum of 4-byte words, modulo 2^64. Word w has the weight within_block(w mod 64) *
+ * block_weight(w div 64). The first factor is a small table, so that the inner loop is a multiply-add per word that the
+ * compiler vectorises; the second is applied once per block. Weights are odd, so no single wrong word goes unseen. Both
+ * ends of a transfer must agree on them, on every machine and device. */
+#define WORDS_PER_BLOCK 64
+static uint32_t within_block[WORDS_PER_BLOCK];
+
+static uint64_t mix(uint64_t x) { /* SplitMix64 */
+    x += UINT64_C(0x9E3779B97F4A7C15);
+    x = (x ^ (x >> 30)) * UINT64_C(0xBF58476D1CE4E5B9);
+    x = (x ^ (x >> 27)) * UINT64_C(0x94D049BB133111EB);
+    return x ^ (x >> 31);
+}
+
+static uint64_t block_weight(uint64_t block) { return mix(block) | 1; }
+
+static void make_weights(void) {
+    for (uint64_t k = 0; k < WORDS_PER_BLOCK; k++) within_block[k] = (uint32_t)(mix(~k) >> 32) | 1u;
+}
+
+static uint64_t word_weight(uint64_t w) { return within_block[w % WORDS_PER_BLOCK] * block_weight(w / WORDS_PER_BLOCK); }
+
+static uint64_t digest_block(const unsigned char *data) {
+    uint64_t sum = 0;
+    for (int k = 0; k < WORDS_PER_BLOCK; k++) {
+        uint32_t word;
+        memcpy(&word, data + 4 * k, 4);
+        sum += (uint64_t)word * within_block[k];
+    }
+    return sum;
+}
+
+/* Digest of `size` bytes that lie at byte `position` of the digest's space. Byte b counts as its value << 8 (b mod 4),
+ * times the weight of word b div 4; so any split of the bytes adds up to the same sum. */
+static uint64_t digest_run(const unsigned char *data, uint64_t size, uint64_t position) {
+    uint64_t sum = 0;
+    while (size > 0) {
+        if (position % (4 * WORDS_PER_BLOCK) == 0 && size >= 4 * WORDS_PER_BLOCK) {
+            sum += digest_block(data) * block_weight(position / (4 * WORDS_PER_BLOCK));
+            data += 4 * WORDS_PER_BLOCK, position += 4 * WORDS_PER_BLOCK, size -= 4 * WORDS_PER_BLOCK;
+        } else if (position % 4 == 0 && size >= 4) {
+            uint32_t word;
+            memcpy(&word, data, 4);
+            sum += word * word_weight(position / 4);
+            data += 4, position += 4, size -= 4;
+        } else {
+            sum += ((uint64_t)*data << (8 * (position % 4))) * word_weight(position / 4);
+            data++, position++, size--;
+        }
+    }
+    return sum;
+}
+
+static void digest_share(Share *share) {
+    const uint64_t *address = share->columns->column[0], *where = share->columns->column[1], *length = share->columns->column[2];
+    uint64_t position = 0;
+    for (Py_ssize_t i = 0; i < share->columns->num_rows && position < share->end; position += length[i], i++) {
+        if (position + length[i] <= share->begin) continue;
+        uint64_t from = position < share->begin ? share->begin - position : 0;
+        uint64_t to = position + length[i] > share->end ? share->end - position : length[i];
+        share->result += digest_run((const unsigned char *)(uintptr_t)(address[i] + from), to - from, where[i] + from);
+    }
+}
+
+static PyObject *run(PyObject *args, const char *format, void (*work)(Share *)) {
+    PyObject *objects[3];
+    int num_threads;
+    if (!PyArg_ParseTuple(args, format, &objects[0], &objects[1], &objects[2], &num_threads)) return NULL;
+    Columns columns;
+    if (columns_get(&columns, objects, 3) < 0) return NULL;
+    uint64_t result;
+    Py_BEGIN_ALLOW_THREADS
+    result = run_shares(&columns, num_threads, work);
+    Py_END_ALLOW_THREADS
+    columns_release(&columns);
+    return PyLong_FromUnsignedLongLong(result);
+}
+
+static PyObject *native_copy(PyObject *self, PyObject *args) {
+    (void)self;
+    return run(args, "OOOi:copy", copy_share);
+}
+
+static PyObject *native_digest(PyObject *self, PyObject *args) {
+    (void)self;
+    return run(args, "OOOi:digest", digest_share);
+}
+
+/* process_vm_writev over many rows: at most 1024 rows and 1 GiB a call, short writes continued. Returns bytes written;
+ * stops at the first error, which is stored in *failure. */
+static uint64_t write_rows(pid_t pid, const uint64_t *dst, const uint64_t *src, const uint64_t *length, Py_ssize_t num_rows, int *failure) {
+    struct iovec local[IOVECS_PER_CALL], remote[IOVECS_PER_CALL];
+    uint64_t total = 0, done = 0; /* `done` bytes of row i are written */
+    Py_ssize_t i = 0;
+    while (i < num_rows) {
+        int count = 0;
+        uint64_t wanted = 0;
+        for (Py_ssize_t j = i; j < num_rows && count < IOVECS_PER_CALL && wanted < BYTES_PER_CALL; j++) {
+            uint64_t skip = j == i ? done : 0;
+            uint64_t size = length[j] - skip;
+            if (size > BYTES_PER_CALL - wanted) size = BYTES_PER_CALL - wanted;
+            local[count] = (struct iovec){(void *)(uintptr_t)(src[j] + skip), (size_t)size};
+            remote[count] = (struct iovec){(void *)(uintptr_t)(dst[j] + skip), (size_t)size};
+            wanted += size, count++;
+        }
+        if (wanted == 0) break; /* only empty rows are left */
+        ssize_t written = process_vm_writev(pid, local, (unsigned long)count, remote, (unsigned long)count, 0);
+        if (written <= 0) {
+            *failure = written < 0 ? errno : EIO;
+            return total;
+        }
+        total += (uint64_t)written;
+        done += (uint64_t)written;
+        while (i < num_rows && done >= length[i]) done -= length[i], i++;
+    }
+    return total;
+}
+
+static PyObject *native_write_process(PyObject *self, PyObject *args) {
+    (void)self;
+    PyObject *objects[3];
+    int pid;
+    if (!PyArg_ParseTuple(args, "iOOO:write_process", &pid, &objects[0], &objects[1], &objects[2])) return NULL;
+    Columns columns;
+    if (columns_get(&columns, objects, 3) < 0) return NULL;
+    int failure = 0;
+    uint64_t total;
+    Py_BEGIN_ALLOW_THREADS
+    total = write_rows((pid_t)pid, columns.column[0], columns.column[1], columns.column[2], columns.num_rows, &failure);
+    Py_END_ALLOW_THREADS
+    columns_release(&columns);
+    if (failure) {
+        errno = failure;
+        return PyErr_SetFromErrno(PyExc_OSError);
+    }
+    return PyLong_FromUnsignedLongLong(total);
+}
+
+/* Arrival cells live in memory shared by the writer and its receiver: {tag, bytes}, one writer each. The writer publishes
+ * after its copies (release); the reader sees the copies when it sees the bytes (acquire). */
+static PyObject *native_publish(PyObject *self, PyObject *args) {
+    (void)self;
+    unsigned long long address, tag, num_bytes;
+    if (!PyArg_ParseTuple(args, "KKK:publish", &address, &tag, &num_bytes)) return NULL;
+    uint64_t *cell = (uint64_t *)(uintptr_t)address;
+    if (__atomic_load_n(&cell[0], __ATOMIC_RELAXED) != tag) {
+        __atomic_store_n(&cell[1], 0, __ATOMIC_RELEASE);
+        __atomic_store_n(&cell[0], tag, __ATOMIC_RELEASE);
+    }
+    __atomic_fetch_add(&cell[1], num_bytes, __ATOMIC_RELEASE);
+    Py_RETURN_NONE;
+}
+
+static PyObject *native_arrived(PyObject *self, PyObject *args) {
+    (void)self;
+    unsigned long long address, num_cells, tag, total = 0;
+    if (!PyArg_ParseTuple(args, "KKK:arrived", &address, &num_cells, &tag)) return NULL;
+    const uint64_t *cell = (const uint64_t *)(uintptr_t)address;
+    for (unsigned long long i = 0; i < num_cells; i++, cell += 2) {
+        if (__atomic_load_n(&cell[0], __ATOMIC_ACQUIRE) != tag) continue;
+        uint64_t num_bytes = __atomic_load_n(&cell[1], __ATOMIC_ACQUIRE);
+        if (__atomic_load_n(&cell[0], __ATOMIC_ACQUIRE) == tag) total += num_bytes;
+    }
+    return PyLong_FromUnsignedLongLong(total);
+}
+
+static PyMethodDef methods[] = {
+    {"publish", native_publish, METH_VARARGS, "publish(cell address, tag, bytes): count bytes as arrived"},
+    {"arrived", native_arrived, METH_VARARGS, "arrived(cells address, number of cells, tag) -> bytes"},
+    {"copy", native_copy, METH_VARARGS, "copy(dst, src, length, num_threads) -> bytes copied"},
+    {"digest", native_digest, METH_VARARGS, "digest(address, position, length, num_threads) -> 64-bit sum"},
+    {"write_process", native_write_process, METH_VARARGS, "write_process(pid, dst, src, length) -> bytes written"},
+    {NULL, NULL, 0, NULL},
+};
+
+static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "weft._native", "Batched memory work.", -1, methods, NULL, NULL, NULL, NULL};
+
+PyMODINIT_FUNC PyInit__native(void) {
+    make_weights();
+    return PyModule_Create(&module);
+}

@@ -1,0 +1,144 @@
+"""Memory work in bulk: copies, the digest, writes into another process, arrival counters.
+
+A small C module does it at memory speed without a Python loop per piece. It is built at install; where it could not be,
+the same functions run on ctypes and NumPy, slower, and say so once.
+
+All columns are `uint64` NumPy arrays of addresses, byte positions and byte lengths.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+try:
+    from weft import _native
+except ImportError:  # no compiler at install
+    _native = None
+
+Column = NDArray[np.uint64]
+is_native: bool = _native is not None
+WORDS_PER_BLOCK = 64
+_MASK = (1 << 64) - 1
+_said = False
+
+
+def copy(dst: Column, src: Column, length: Column, *, num_threads: int = 1) -> int:
+    """Copy `length[i]` bytes from `src[i]` to `dst[i]`, for all i; returns the bytes copied."""
+    if _native is not None:
+        return int(_native.copy(dst, src, length, num_threads))
+    _say_slower()
+    for to, start, size in zip(dst.tolist(), src.tolist(), length.tolist(), strict=True):
+        ctypes.memmove(to, start, size)
+    return int(length.sum())
+
+
+def digest(address: Column, position: Column, length: Column, *, num_threads: int = 1) -> int:
+    """Digest of bytes in memory; `position[i]` is where run i lies in the digest's space.
+
+    The digest is a weighted sum of 4-byte words modulo 2^64, so digests of parts add up to the digest of the whole,
+    however the whole was cut.
+    """
+    if _native is not None:
+        return int(_native.digest(address, position, length, num_threads))
+    _say_slower()
+    total = 0
+    for start, where, size in zip(address.tolist(), position.tolist(), length.tolist(), strict=True):
+        total += digest_bytes(np.frombuffer(ctypes.string_at(start, size), dtype=np.uint8), where)
+    return total & _MASK
+
+
+def digest_bytes(data: NDArray[np.uint8], position: int) -> int:
+    """The digest in NumPy: the stated reference of the C and GPU code."""
+    head = position % 4
+    padded = np.zeros(-(-(head + len(data)) // 4) * 4, dtype=np.uint8)
+    padded[head : head + len(data)] = data
+    words = padded.view("<u4").astype(np.uint64)
+    number = np.uint64(position // 4) + np.arange(len(words), dtype=np.uint64)
+    within = (_mix(~(number % np.uint64(WORDS_PER_BLOCK))) >> np.uint64(32)) | np.uint64(1)
+    block = _mix(number // np.uint64(WORDS_PER_BLOCK)) | np.uint64(1)
+    return int((words * within * block).sum(dtype=np.uint64))
+
+
+def _mix(x: Column) -> Column:
+    """SplitMix64."""
+    x = x + np.uint64(0x9E3779B97F4A7C15)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+def write_process(pid: int, dst: Column, src: Column, length: Column) -> int:
+    """Write into ordinary memory of another process of this host; raises OSError, never writes short silently."""
+    if _native is not None:
+        return int(_native.write_process(pid, dst, src, length))
+    _say_slower()
+    libc = ctypes.CDLL(None, use_errno=True)
+    for to, start, size in zip(dst.tolist(), src.tolist(), length.tolist(), strict=True):
+        done = 0
+        while done < size:
+            local, remote = _iovec(start + done, size - done), _iovec(to + done, size - done)
+            written = libc.process_vm_writev(pid, ctypes.byref(local), 1, ctypes.byref(remote), 1, 0)
+            if written <= 0:
+                raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+            done += written
+    return int(length.sum())
+
+
+class _IoVec(ctypes.Structure):
+    _fields_ = (("base", ctypes.c_void_p), ("size", ctypes.c_size_t))
+
+
+def _iovec(address: int, size: int) -> _IoVec:
+    return _IoVec(address, min(size, 1 << 30))
+
+
+def read_process(pid: int, address: int, size: int) -> bytes:
+    """Read memory of another process of this host (used to recognise it, not to move weights)."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    into = ctypes.create_string_buffer(size)
+    local, remote = _iovec(ctypes.addressof(into), size), _iovec(address, size)
+    got = libc.process_vm_readv(pid, ctypes.byref(local), 1, ctypes.byref(remote), 1, 0)
+    if got != size:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    return into.raw
+
+
+def publish(cell: int, tag: int, num_bytes: int) -> None:
+    """Count bytes as arrived in a shared arrival cell, after they were copied."""
+    if _native is not None:
+        _native.publish(cell, tag, num_bytes)
+        return
+    view = _cells(cell, 1)
+    if int(view[0, 0]) != tag:
+        view[0, 1] = 0
+        view[0, 0] = tag
+    view[0, 1] += np.uint64(num_bytes)
+
+
+def arrived(cells: int, num_cells: int, tag: int) -> int:
+    """Bytes counted under a tag, over all cells."""
+    if _native is not None:
+        return int(_native.arrived(cells, num_cells, tag))
+    view = _cells(cells, num_cells)
+    return int(view[view[:, 0] == np.uint64(tag), 1].sum())
+
+
+def _cells(address: int, count: int) -> NDArray[Any]:
+    buffer = (ctypes.c_uint64 * (2 * count)).from_address(address)
+    return np.frombuffer(buffer, dtype=np.uint64).reshape(count, 2)
+
+
+def _say_slower() -> None:
+    global _said  # noqa: PLW0603 - said once per process
+    if not _said:
+        _said = True
+        logging.getLogger(__name__).warning(
+            "weft's C module was not built at install: copies and digests are several times slower; "
+            "install a C compiler and reinstall weft"
+        )
