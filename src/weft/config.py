@@ -51,8 +51,7 @@ def load_settings(path: Path | None = None, env: Mapping[str, str] | None = None
     """Defaults, overridden by a file, overridden by `WEFT_*` variables."""
     settings = Settings()
     if path is not None:
-        table = read_toml(path).get("weft", {})
-        settings = _override(settings, table, where=f"`{path}` [weft]")
+        settings = settings_from(read_toml(path).get("weft", {}), where=f"`{path}` [weft]")
     variables = os.environ if env is None else env
     given = {
         field.name: variables[f"WEFT_{field.name.upper()}"]
@@ -62,6 +61,13 @@ def load_settings(path: Path | None = None, env: Mapping[str, str] | None = None
     return _override(settings, given, where="environment")
 
 
+def settings_from(table: Any, *, where: str) -> Settings:
+    """Settings from a table of names and values."""
+    if not isinstance(table, Mapping):
+        raise ConfigError(f"{where} is {table!r}", hint="expected a table of settings")
+    return _override(Settings(), table, where=where)
+
+
 def read_toml(path: Path) -> dict[str, Any]:
     """A TOML file as a dictionary, with errors that name the file."""
     try:
@@ -69,7 +75,7 @@ def read_toml(path: Path) -> dict[str, Any]:
             return tomllib.load(file)
     except OSError as error:
         raise ConfigError(f"cannot read `{path}`: {error.strerror}") from error
-    except tomllib.TOMLDecodeError as error:
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"`{path}` is not TOML: {error}") from error
 
 
@@ -81,7 +87,7 @@ def _override(settings: Settings, given: Mapping[str, Any], *, where: str) -> Se
         least, most = _LIMITS[name]
         try:
             number = int(value)
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError):
             raise ConfigError(f"{where}: {name} is {value!r}", hint="expected a whole number of bytes") from None
         if not least <= number <= most:
             raise ConfigError(f"{where}: {name} is {number}", hint=f"expected {least} to {most}")

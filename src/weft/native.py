@@ -131,7 +131,7 @@ def arrived(cells: int, num_cells: int, tag: int) -> int:
 
 def _cells(address: int, count: int) -> NDArray[Any]:
     buffer = (ctypes.c_uint64 * (2 * count)).from_address(address)
-    return np.frombuffer(buffer, dtype=np.uint64).reshape(count, 2)
+    return np.ctypeslib.as_array(buffer).reshape(count, 2)
 
 
 def _say_slower() -> None:

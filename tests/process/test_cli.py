@@ -101,6 +101,10 @@ def test_listings(command):
             "unknown topology",
         ),
         (("plan", "--load", "/nonexistent.plan"), "cannot read `/nonexistent.plan`"),
+        (("plan", "--load", "/nonexistent.plan", "--trainer", "fsdp2"), "--load together with a case"),
+        (("plan", "qwen3-8b", "--trainer", "fsdp2", "--engine", "tp2", "--replicas", "0"), "0 engine replicas"),
+        (("plan", "qwen3-8b", "--trainer", "fsdp" + "9" * 5000, "--engine", "tp2"), "cannot read"),
+        (("plan", "qwen3-8b", "--trainer", "fsdp2", "--engine", "x.json", "--dtype", "bf16"), "--dtype with"),
         (("plan", *SMALL, "--explain", "nothing"), "no tensor `nothing`"),
         (("plan", *SMALL, "--svg", "picture.jpg"), "cannot draw"),
         (("plan", *SMALL, "--save", "/nonexistent/a.plan"), "cannot write"),
@@ -117,6 +121,13 @@ def test_wrong_input_is_one_clear_error(arguments, message):
     shown = " ".join(done.stderr.split())
     assert message in shown
     assert "Traceback" not in done.stderr
+
+
+def test_a_closed_pipe_is_not_an_error():
+    command = f"{sys.executable} -m weft models deepseek-v3 | head -n 1; exit ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0
+    assert done.stderr == ""
 
 
 def test_errors_come_with_a_hint():

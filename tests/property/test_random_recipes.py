@@ -143,6 +143,25 @@ def _shifted(plan: Plan, row: int, column: str, dim: int, by: int) -> Plan:
     return replace(plan, **{column: moved})
 
 
+@given(data=st.data())
+def test_a_selected_row_of_a_source_is_checked_too(data):
+    """A piece may read one index of a source dimension that the destination does not have (a `select`)."""
+    shape = data.draw(st.tuples(st.integers(2, 4), st.integers(1, 5)))
+    chosen = data.draw(st.integers(0, shape[0] - 1))
+    layout = Layout.from_shards(
+        [Tensor(name="s", dtype="fp32", shape=shape)],
+        [Shard(tensor="s", rank=0, lo=(0, 0), extent=shape)],
+    )
+    piece = Piece(dst="d", source="s", dst_lo=(0,), extent=shape[1:], src_lo=(chosen, 0), axes=(1,))
+    recipe = Recipe.from_pieces({0: [Tensor(name="d", dtype="fp32", shape=shape[1:])]}, {0: [piece]})
+    topology = load_topology("h100-ib400").place(num_trainers=1, num_engines=1)
+    plan = make_plan(trainer=layout, recipe=recipe, topology=topology)
+    checkpoint = random_checkpoint(plan, 0)
+    assert same_bits(execute(plan, checkpoint).tensors[0]["d"], checkpoint["s"][chosen])
+    with pytest.raises(PlanError, match="does not ask for"):
+        prove(_shifted(plan, 0, "src_lo", 0, 1 if chosen == 0 else -1))
+
+
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(plan=plans(), data=st.data())
 def test_a_plan_with_one_wrong_route_is_rejected(plan, data):

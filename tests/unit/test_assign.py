@@ -132,3 +132,33 @@ def test_the_bound_holds_for_every_policy_and_is_met_by_balanced():
     measured = {policy: balance(plan(layout, recipe, policy)) for policy in ("balanced", "greedy", "round_robin")}
     assert all(found.over_bound >= 1 for found in measured.values())
     assert measured["balanced"].makespan_s <= min(found.makespan_s for found in measured.values())
+
+
+def rails(gbps: float, cross_rail_gbps: float) -> Cluster:
+    nics = tuple(Nic(gbps=gbps, devices=(d,), rail=d) for d in range(4))
+    host = HostKind(devices=4, nics=nics, link_gb_per_s=100, pinned_gb_per_s=20, cross_rail_gbps=cross_rail_gbps)
+    return Cluster(name="rails", host=host)
+
+
+def test_scarce_cross_rail_capacity_is_avoided():
+    sizes = {f"t{i}": 1000 for i in range(16)}
+    layout, recipe = one_tensor_each(sizes, dict.fromkeys(sizes, [0, 1, 2, 3]), 4, num_engines=4)
+    made = plan(layout, recipe, "balanced", rails(100, 10))
+    crossing = made.pair_bytes[made.topology.changes_rail].sum()
+    assert crossing <= 0.15 * made.total_bytes
+    assert balance(made).over_bound < 1.2
+
+
+def test_bytes_that_must_change_rail_are_in_the_bound():
+    layout, recipe = one_tensor_each({"a": 1000}, {"a": [1]}, 4)
+    found = balance(plan(layout, recipe, "balanced", rails(100, 10)))
+    assert found.bound_by == "cross-rail links"
+    assert found.over_bound == pytest.approx(1.0)
+
+
+def test_bytes_that_must_use_a_link_are_in_the_bound():
+    layout, recipe = one_tensor_each({"a": 1000}, {"a": [0]}, 1)
+    cluster = with_placement(rails(100, 0), "packed")
+    found = balance(plan(layout, recipe, "balanced", cluster))
+    assert found.bound_by == "links inside a domain"
+    assert found.over_bound == pytest.approx(1.0)

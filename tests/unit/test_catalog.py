@@ -75,6 +75,8 @@ def test_a_config_json_from_a_path(tmp_path):
         ({"vocab_size": "many"}, "vocab_size is 'many'"),
         ({"model_type": "mamba"}, "'mamba' is not supported"),
         ({"torch_dtype": "int4"}, "torch_dtype 'int4'"),
+        ({"torch_dtype": [1]}, "torch_dtype"),
+        ({"model_type": []}, "is not supported"),
     ],
 )
 def test_bad_configs_name_the_field(change, message):
@@ -100,3 +102,25 @@ def test_a_config_with_too_many_tensors_is_refused():
     config = {**CONFIGS["qwen3-30b-a3b"], "num_hidden_layers": 2000, "num_experts": 16_000}
     with pytest.raises(ConfigError, match="expert tensors, more than 1000000"):
         build_model("huge", config)
+
+
+@pytest.mark.parametrize("change", [{"quantization_config": "fp8"}, {"mlp_only_layers": "none"}])
+def test_bad_mixture_configs_name_the_field(change):
+    with pytest.raises(ConfigError, match=next(iter(change))):
+        build_model("mine", {**CONFIGS["qwen3-30b-a3b"], **change})
+
+
+def test_fields_that_change_the_tensor_list_are_honoured():
+    names = {t.name for t in build_model("mine", {**CONFIGS["llama-3.1-8b"], "mlp_bias": True}).tensors}
+    assert "model.layers.0.mlp.down_proj.bias" in names
+    sparse = {**CONFIGS["qwen3-30b-a3b"], "intermediate_size": 6144, "attention_bias": True}
+    names = {t.name for t in build_model("mine", {**sparse, "mlp_only_layers": [1], "decoder_sparse_step": 2}).tensors}
+    assert "model.layers.0.mlp.gate_proj.weight" in names
+    assert "model.layers.1.mlp.gate_proj.weight" in names
+    assert "model.layers.3.mlp.experts.0.gate_proj.weight" in names
+    assert "model.layers.0.self_attn.o_proj.bias" in names
+
+
+def test_a_very_long_name_is_just_unknown():
+    with pytest.raises(ConfigError, match="unknown model"):
+        load_model("q" * 5000)

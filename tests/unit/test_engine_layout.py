@@ -89,6 +89,7 @@ def test_correction_bias_stays_fp32():
         ("qwen3-8b", "tp3", "bf16", "32 attention heads over 3 parts"),
         ("qwen3-8b", "ep2", "bf16", "0 experts over ep2"),
         ("qwen3-30b-a3b", "tp4", "fp8-block128", "cuts FP8 blocks of 128"),
+        ("glm-4.5-air", "ep8", "fp8-block128", "cuts FP8 blocks of 128"),
         ("gpt2", "pp20.tp1", "bf16", "12 layers over pp20"),
     ],
 )

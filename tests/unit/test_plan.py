@@ -17,6 +17,8 @@ from weft.core.engine_layout import engine_recipe
 from weft.core.explain import explain
 from weft.core.plan import Path
 from weft.core.planner import make_plan
+from weft.core.proof import prove
+from weft.core.recipe import Op
 from weft.core.topology import load_topology
 from weft.core.trainer_layout import trainer_layout
 from weft.errors import ConfigError, LayoutError, PlanError
@@ -196,3 +198,56 @@ def test_unknown_words_in_a_case(field):
 def test_plans_too_large_to_make_are_refused_early():
     with pytest.raises(PlanError, match="routes"):
         plan_case(Case(model="qwen3-0.6b", trainer="fsdp1024", engine="tp1", num_replicas=4096))
+
+
+def test_conversions_and_paths_are_part_of_the_proof():
+    plan = small_plan()
+    with pytest.raises(PlanError, match="convert without being packed"):
+        prove(replace(plan, path=np.zeros_like(plan.path)))
+    with pytest.raises(PlanError, match="unknown path"):
+        prove(replace(plan, path=np.full_like(plan.path, 77)))
+    copied = np.where(plan.recipe.op == Op.QUANTIZE, Op.COPY, plan.recipe.op).astype(np.int8)
+    with pytest.raises(PlanError, match="dtype"):
+        prove(replace(plan, recipe=replace(plan.recipe, op=copied)))
+
+
+@pytest.mark.parametrize(
+    ("column", "value"),
+    [
+        ("engine.group_of", 999),
+        ("trainer.members", 999),
+        ("trainer.members", -1),
+        ("piece.axes", 99),
+        ("piece.src", 10**6),
+        ("route.piece", -1),
+        ("route.shard", 10**6),
+        ("trainer.starts", 5),
+    ],
+)
+def test_hostile_columns_are_refused_without_a_traceback(tmp_path, monkeypatch, column, value):
+    """The digest is right, so only the checks of the content stand between the file and its use."""
+    plan, real = small_plan(), plan_file._columns
+
+    def altered(of):
+        columns = real(of)
+        changed = columns[column].copy()
+        changed.flat[0] = value
+        return {**columns, column: changed}
+
+    monkeypatch.setattr(plan_file, "_columns", altered)
+    plan_file.save(plan, tmp_path / "a.plan")
+    monkeypatch.undo()
+    with pytest.raises(PlanError, match=r"a\.plan"):
+        plan_file.load(tmp_path / "a.plan")
+
+
+@pytest.mark.parametrize(
+    "change", [{"num_replicas": "x"}, {"settings": {"chunk_bytes": 0}}, {"columns": []}, {"engine": 3}]
+)
+def test_hostile_headers_are_refused_without_a_traceback(tmp_path, monkeypatch, change):
+    plan, real = small_plan(), plan_file._header
+    monkeypatch.setattr(plan_file, "_header", lambda of: {**real(of), **change})
+    plan_file.save(plan, tmp_path / "a.plan")
+    monkeypatch.undo()
+    with pytest.raises(PlanError, match=r"a\.plan"):
+        plan_file.load(tmp_path / "a.plan")

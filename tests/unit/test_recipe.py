@@ -54,6 +54,13 @@ def test_pieces_must_fill_the_engine_tensor():
         Recipe.from_pieces({0: [tensor]}, {0: [copy("v", "w", (4,))]})
 
 
+@pytest.mark.parametrize("axes", [(0, 0), (0, 5), (-2, 1), (-1, 1)])
+def test_impossible_axis_orders_are_refused(axes):
+    tensor = Tensor(name="w", dtype="bf16", shape=(2, 2))
+    with pytest.raises(LayoutError, match="axis order"):
+        Recipe.from_pieces({0: [tensor]}, {0: [copy("w", "w", (2, 2), axes=axes)]})
+
+
 def test_ranks_that_agree_share_a_row():
     tensor = Tensor(name="w", dtype="bf16", shape=(2,))
     low = copy("w", "s", (2,))

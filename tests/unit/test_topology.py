@@ -20,7 +20,7 @@ devices = [0, 1]
 rail = 0
 [[nic]]
 gbps = 100
-devices = [2]
+devices = [2, 3]
 rail = 1
 [[nic]]
 gbps = 100
@@ -77,8 +77,15 @@ def test_a_topology_survives_its_description():
         (("gbps = 200", "speed = 200"), "unknown key `speed`"),
         (("gbps = 200\n", ""), "missing"),
         (("devices = [2, 3]", "devices = [2, 9]"), "device 9 is not on the host"),
-        (("devices = [2, 3]", "devices = [2]"), "device 3 has no NIC"),
+        (("devices = 4", "devices = 5"), "device 4 has no NIC"),
         (("devices = [2, 3]", "devices = []"), "serves no device"),
+        (("rail = 2", "rail = 2\n[[nic]]\ngbps = 100\ndevices = [2]"), "overlapping groups"),
+        (("devices = [2, 3]", 'devices = ["a"]'), "devices is"),
+        (("devices = [2, 3]", "devices = 3"), "devices is 3"),
+        (("devices = 4", "devices = 2.5"), "devices is 2.5"),
+        (("devices = 4", "devices = 999999999"), "devices is 999999999"),
+        (("gbps = 200", "gbps = 200\nefficiency = 0"), "efficiency is 0"),
+        (("gbps = 200", "gbps = 200\nefficiency = 0.5"), "NICs differ"),
         (('name = "shared"', 'placement = "anywhere"'), "placement is 'anywhere'"),
         (("[host]", "[hosts]"), r"needs a \[host\]"),
         (("[host]", "[host"), "not TOML"),

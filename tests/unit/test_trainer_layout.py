@@ -55,6 +55,16 @@ def test_hsdp_replicates_over_its_first_number():
     assert sorted(shards.values()) == [[0, 4], [1, 5], [2, 6], [3, 7]]
 
 
+def test_fsdp_cuts_the_rows_a_fused_tensor_has_left():
+    shards = shards_of(trainer_layout(tiny_model("glm4"), "fsdp2.tp2"), "model.layers.0.mlp.gate_up_proj.weight")
+    assert shards == {(0, 0): [0], (256, 0): [1], (512, 0): [2], (768, 0): [3]}
+
+
+def test_ddp_replicates_everything_but_experts():
+    shards = shards_of(trainer_layout(tiny_model("qwen3-moe"), "ddp1.ep4"), "model.norm.weight")
+    assert shards == {(0, 0): [0, 1, 2, 3]}
+
+
 def test_pipeline_stages_hold_their_layers_and_a_tied_embedding_is_on_both_ends():
     layout = trainer_layout(tiny_model("qwen2-tied"), "pp2.fsdp1")
     assert shards_of(layout, "model.layers.0.input_layernorm.weight") == {(0, 0): [0]}

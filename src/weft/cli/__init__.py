@@ -6,8 +6,9 @@ Data goes to stdout (a table, or one JSON object with `--json`), everything else
 
 from __future__ import annotations
 
+import os
 import sys
-from typing import Annotated
+from typing import Annotated, Any, NoReturn
 
 import typer
 from rich.markup import escape
@@ -19,6 +20,9 @@ from weft.cli.plan import plan_command
 from weft.cli.simulate import simulate_command
 from weft.cli.validate import validate_command
 from weft.errors import WeftError
+
+_UsageError: Any = typer.BadParameter.__bases__[0]
+"""What parsing raises; typer has its own copy of click, so its class is reached through the one it exports."""
 
 app = typer.Typer(
     add_completion=False,
@@ -45,15 +49,23 @@ def _root(version: Annotated[bool, typer.Option("--version", help="Print the ver
 def main() -> None:
     """Run the command line; never shows a traceback for wrong input."""
     try:
-        app()
+        sys.exit(app(standalone_mode=False) or 0)
     except WeftError as error:
-        err.print(f"[bold red]error:[/] {escape(str(error))}")
-        if error.hint:
-            err.print(f"[bold]hint:[/] {escape(error.hint)}")
+        _fail(str(error), error.hint)
+    except _UsageError as error:
+        error.show()
         sys.exit(2)
-    except KeyboardInterrupt:
+    except MemoryError:
+        _fail("out of memory", "plan fewer ranks, replicas or shards")
+    except (KeyboardInterrupt, typer.Abort):
         err.print("interrupted")
         sys.exit(130)
-    except BrokenPipeError:
-        sys.stderr.close()
-        sys.exit(0)
+    except BrokenPipeError:  # the reader of our output has gone, as `head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _fail(message: str, hint: str | None) -> NoReturn:
+    err.print(f"[bold red]error:[/] {escape(message)}")
+    if hint:
+        err.print(f"[bold]hint:[/] {escape(hint)}")
+    sys.exit(2)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -14,6 +14,7 @@ from weft.config import load_settings
 from weft.core import plan_file
 from weft.core.case import Case, plan_case
 from weft.core.catalog import load_model
+from weft.core.layout_file import is_layout_file
 from weft.core.plan import Plan
 from weft.errors import ConfigError
 from weft.sim.presets import PRESETS
@@ -30,7 +31,7 @@ Trainer = Annotated[
     typer.Option(help="Trainer layout: ddp8, fsdp128, hsdp8x16, pp2.ep8.fsdp16, tp4.pp4.cp2.ep16, or a .json file."),
 ]
 Engine = Annotated[str, typer.Option(help="Engine layout: tp8, ep8, tp32.ep32, tp4.dp8.ep32, or a .json file.")]
-Replicas = Annotated[int, typer.Option(help="Number of identical engines.")]
+Replicas = Annotated[int | None, typer.Option(help="Number of identical engines.")]
 Dtype = Annotated[str, typer.Option(help="Engine precision: bf16, fp16, fp32, fp8-block128.")]
 TrainerDtype = Annotated[str, typer.Option(help="Trainer precision: bf16, fp16, fp32 (default: as the model says).")]
 TopologyName = Annotated[str, typer.Option("--topology", help="Cluster preset (`weft topologies`) or a .toml file.")]
@@ -49,7 +50,7 @@ class Asked:
     name: str
     trainer: str
     engine: str
-    num_replicas: int
+    num_replicas: int | None
     dtype: str
     trainer_dtype: str
     topology: str
@@ -57,15 +58,21 @@ class Asked:
     policy: str
     gather: str
 
+    def typed(self) -> dict[str, Any]:
+        """What was given beside the name."""
+        return {key: value for key, value in asdict(self).items() if value not in ("", None) and key != "name"}
+
     def case(self) -> Case:
         """The case, with the preset's values where nothing was typed."""
         if not self.name:
             raise ConfigError(
                 "no model given", hint="name a preset, a model or a config.json: weft plan chen-qwen3-235b"
             )
-        typed = {key: value for key, value in asdict(self).items() if value and key != "name"}
-        if self.num_replicas < 0:
+        typed = self.typed()
+        if self.num_replicas is not None and self.num_replicas < 1:
             raise ConfigError(f"{self.num_replicas} engine replicas", hint="at least one replica is needed")
+        if is_layout_file(self.engine) and self.dtype:
+            raise ConfigError("--dtype with an engine file", hint="the file says the dtype of every tensor")
         preset = PRESETS.get(self.name)
         if preset is not None:
             return Case(**{**asdict(preset.case()), **typed})
@@ -82,10 +89,12 @@ class Asked:
 def make_or_load(asked: Asked, load: Path | None, config: Path | None) -> tuple[Plan, float]:
     """The plan that was asked for, and the seconds it took."""
     started = time.perf_counter()
-    with progress() as on_stage:
+    with progress() as on_progress:
         if load is not None:
-            on_stage(f"loading {load}")
+            if asked.name or asked.typed() or config is not None:
+                raise ConfigError("--load together with a case", hint="a plan file says everything about its case")
+            on_progress(f"loading {load}")
             plan = plan_file.load(load)
         else:
-            plan = plan_case(asked.case(), settings=load_settings(config), on_stage=on_stage)
+            plan = plan_case(asked.case(), settings=load_settings(config), on_progress=on_progress)
     return plan, time.perf_counter() - started

@@ -24,10 +24,10 @@ def models_command(
         keys = ("name", "dtype", "shape", "policy")
         show_table(f"{name}: {len(tensors)} checkpoint tensors", keys, tensors, as_json=as_json)
         return
-    with progress() as on_stage:
+    with progress() as on_progress:
         rows = []
         for known in model_names():
-            on_stage(known)
+            on_progress(known)
             model = load_model(known)
             rows.append((known, model.family, len(model.tensors), round(model.num_params / 1e9, 3)))
     show_table("models", ("name", "family", "tensors", "params_b"), rows, as_json=as_json)

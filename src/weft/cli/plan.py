@@ -38,7 +38,7 @@ def plan_command(
     name: Name = "",
     trainer: Trainer = "",
     engine: Engine = "",
-    replicas: Replicas = 0,
+    replicas: Replicas = None,
     dtype: Dtype = "",
     trainer_dtype: TrainerDtype = "",
     topology: TopologyName = "",

@@ -37,7 +37,7 @@ def simulate_command(
     name: Name = "",
     trainer: Trainer = "",
     engine: Engine = "",
-    replicas: Replicas = 0,
+    replicas: Replicas = None,
     dtype: Dtype = "",
     trainer_dtype: TrainerDtype = "",
     topology: TopologyName = "",
@@ -63,8 +63,8 @@ def simulate_command(
     if offloaded is None:
         offloaded = preset is not None and preset.offloaded
     options = Options(mode=ReceiverMode(mode), offloaded=offloaded, skew_s=skew_ms / 1e3)
-    with progress() as on_stage:
-        on_stage("simulating")
+    with progress() as on_progress:
+        on_progress("simulating")
         prediction = simulate(plan, options=options, record=trace is not None)
     if trace is not None and prediction.recorder is not None:
         num_spans = write_trace(prediction.recorder.events, trace)

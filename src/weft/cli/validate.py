@@ -21,8 +21,8 @@ def validate_command(
     as_json: Json = False,
 ) -> None:
     """Compare planner and simulator with other systems' published results."""
-    with progress() as on_stage:
-        rows = validate(on_stage)
+    with progress() as on_progress:
+        rows = validate(on_progress)
     passed = passed_ids(rows)
     wanted = [part.strip().upper() for part in only.split(",") if part.strip()]
     unknown = [row_id for row_id in wanted if row_id not in passed]

@@ -21,8 +21,8 @@ from weft.core.layout import RankGroups
 from weft.core.topology import Topology
 
 MAX_REFINEMENTS = 20
-UPLINK_ROUNDS = 16
-"""Holders behind one uplink raise it together, so such classes are filled in this many steps."""
+SHARED_ROUNDS = 16
+"""Holders that share a port, an uplink or cross-rail capacity raise it together: their classes are filled in steps."""
 
 
 class Policy(enum.StrEnum):
@@ -178,39 +178,44 @@ class _Class:
     """Routes that are interchangeable: same size, same holders and, where the way matters, same receiver."""
 
     routes: NDArray[np.int64]
-    bins: NDArray[np.int64]
-    """Exit resource of each holder for these routes."""
     holders: NDArray[np.int32]
+    num_bytes: int
+    """Of one route."""
+    exits: NDArray[np.int64]
+    """Port or link each holder uses for these routes."""
+    crosses: NDArray[np.bool_]
+    """Whether each holder's way changes rail."""
     cost: NDArray[np.float64]
     """Seconds one route keeps each holder's exit busy."""
     counts: NDArray[np.int64]
+    """Routes each holder was given."""
 
 
 def _balanced(demand: Demand, sender: NDArray[np.int32]) -> None:
     """Fill class by class, then take each class out and fill it again until the busiest exit stays the same.
 
-    Every refill lowers the sum of squared levels, which for this kind of problem (a separable convex function over
-    who-may-send-what) has no false minima: refining approaches the best balance that exists.
+    A refill never raises the sum of squared levels, so refining comes close to the best balance that exists; `bound`
+    says how close.
     """
     exits = _Exits(demand.topology)
     exits.add_forced(demand, sender)
     classes = _classes(demand, exits)
-    for group in classes:
-        exits.fill(group)
-    busiest = exits.level.max()
+    for route_class in classes:
+        exits.fill(route_class)
+    busiest = exits.busiest()
     for _ in range(MAX_REFINEMENTS):
-        for group in classes:
-            exits.take_out(group)
-            exits.fill(group)
-        if exits.level.max() >= busiest * (1 - 1e-6):
+        for route_class in classes:
+            exits.take_out(route_class)
+            exits.fill(route_class)
+        if exits.busiest() >= busiest * (1 - 1e-6):
             break
-        busiest = exits.level.max()
-    for group in classes:
-        sender[group.routes] = group.holders[_interleave(group.counts)]
+        busiest = exits.busiest()
+    for route_class in classes:
+        sender[route_class.routes] = route_class.holders[_interleave(route_class.counts)]
 
 
 class _Exits:
-    """How long every sender-side resource is busy: trainer ports, links inside a domain, host uplinks."""
+    """How long every sender-side resource is busy: trainer ports, links inside a domain, host uplinks, cross-rail."""
 
     def __init__(self, topology: Topology) -> None:
         self._topology = topology
@@ -220,64 +225,85 @@ class _Exits:
             [topology.port_rate(names), np.full(topology.num_trainers, topology.link_bytes_per_s)]
         )
         self._first_link = len(names)
+        self._level = np.zeros(len(self._rate))
         self._host = topology.host_of(topology.trainer_device)
-        self._uplink_rate = topology.host.uplink_gbps * 1e9 / 8 or np.inf
-        self._uplink = np.zeros(self._host.max() + 1)
-        self.level = np.zeros(len(self._rate))
+        num_hosts = int(self._host.max()) + 1
+        self._uplink_rate = topology.uplink_bytes_per_s
+        self._uplink_s = np.zeros(num_hosts)
+        self._cross_rate = topology.cross_rail_bytes_per_s
+        self._cross_s = np.zeros(num_hosts)
 
-    def of(self, holders: NDArray[np.int32], receiver: int | None) -> NDArray[np.int64]:
-        """The exit each holder uses towards a receiver (`None`: any receiver, over the network)."""
+    def busiest(self) -> float:
+        """Seconds of the busiest resource."""
+        return float(max(self._level.max(), self._uplink_s.max(), self._cross_s.max()))
+
+    def of(
+        self, holders: NDArray[np.int32], receiver: Ints | int | None
+    ) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+        """The exit each holder uses towards a receiver, and whether that changes rail (`None`: any receiver)."""
         if receiver is None:
-            return self._port[holders]
+            return self._port[holders], np.zeros(len(holders), dtype=bool)
         local = self._topology.is_local[holders, receiver]
-        return np.where(local, self._first_link + holders, self._port[holders])
+        exits = np.where(local, self._first_link + holders, self._port[holders])
+        return exits, ~local & self._topology.changes_rail[holders, receiver]
 
-    def rate(self, bins: Ints) -> NDArray[np.float64]:
-        return self._rate[bins]
+    def rate(self, exits: Ints) -> NDArray[np.float64]:
+        """Bytes per second of exits."""
+        return self._rate[exits]
 
     def add_forced(self, demand: Demand, sender: NDArray[np.int32]) -> None:
         """Count the routes that have no choice."""
-        forced = np.repeat(demand.is_forced, np.diff(demand.first))
-        size = np.repeat(demand.row_bytes, np.diff(demand.first))[forced]
-        senders = sender[forced]
-        bins = self._port[senders]
-        if not self._topology.is_uniform:
-            receivers = demand.receivers.expand(demand.receiver_group)[forced]
-            bins = np.where(self._topology.is_local[senders, receivers], self._first_link + senders, bins)
-        self.level += np.bincount(bins, weights=size, minlength=len(self.level)) / self._rate
-        over = bins < self._first_link
-        self._uplink += np.bincount(self._host[senders[over]], weights=size[over], minlength=len(self._uplink))
+        copies = np.diff(demand.first)
+        forced = np.repeat(demand.is_forced, copies)
+        size = np.repeat(demand.row_bytes, copies)[forced].astype(np.float64)
+        uniform = self._topology.is_uniform
+        receiver = None if uniform else demand.receivers.expand(demand.receiver_group)[forced]
+        exits, crosses = self.of(sender[forced], receiver)
+        self._add(sender[forced], exits, crosses, size)
 
-    def fill(self, group: _Class) -> None:
-        """Spread a class over its holders; holders that share an exit or an uplink see each other's load."""
-        group.counts = np.zeros(len(group.holders), dtype=np.int64)
-        shared = np.isfinite(self._uplink_rate) or len(np.unique(group.bins)) < len(group.bins)
-        left = len(group.routes)
-        step = -(-left // UPLINK_ROUNDS) if shared else left
+    def _add(self, holders: Ints, exits: Ints, crosses: NDArray[np.bool_], num_bytes: NDArray[np.float64]) -> None:
+        """Count bytes on every resource they pass."""
+        self._level += np.bincount(exits, weights=num_bytes, minlength=len(self._level)) / self._rate
+        wired, host = exits < self._first_link, self._host[holders]
+        num_hosts = len(self._uplink_s)
+        self._uplink_s += np.bincount(host, weights=num_bytes * wired, minlength=num_hosts) / self._uplink_rate
+        self._cross_s += np.bincount(host, weights=num_bytes * crosses, minlength=num_hosts) / self._cross_rate
+
+    def fill(self, route_class: _Class) -> None:
+        """Spread a class over its holders; holders that share an exit or a host's limit see each other's load."""
+        route_class.counts = np.zeros(len(route_class.holders), dtype=np.int64)
+        alone = len(np.unique(route_class.exits)) == len(route_class.exits)
+        shared = not alone or np.isfinite(self._uplink_rate) or np.isfinite(self._cross_rate)
+        left = len(route_class.routes)
+        step = -(-left // SHARED_ROUNDS) if shared else left
         while left > 0:
-            taken = _water_fill(self._levels(group), group.cost, min(step, left))
-            self._apply(group, taken)
-            group.counts += taken
+            taken = _water_fill(self._levels(route_class), self._costs(route_class), min(step, left))
+            self._count(route_class, taken)
+            route_class.counts += taken
             left -= step
 
-    def _levels(self, group: _Class) -> NDArray[np.float64]:
-        """How busy each holder's way out is: its exit, or the uplink behind it."""
-        levels = self.level[group.bins].copy()
-        networked = group.bins < self._first_link
-        uplinks = self._uplink[self._host[group.holders]] / self._uplink_rate
-        levels[networked] = np.maximum(levels[networked], uplinks[networked])
+    def _levels(self, route_class: _Class) -> NDArray[np.float64]:
+        """How busy each holder's way out is: its exit, or the limit of its host behind it."""
+        levels = self._level[route_class.exits].copy()
+        host = self._host[route_class.holders]
+        wired = route_class.exits < self._first_link
+        levels[wired] = np.maximum(levels, self._uplink_s[host])[wired]
+        levels[route_class.crosses] = np.maximum(levels, self._cross_s[host])[route_class.crosses]
         return levels
 
-    def take_out(self, group: _Class) -> None:
-        """Undo a fill."""
-        self._apply(group, -group.counts)
+    def _costs(self, route_class: _Class) -> NDArray[np.float64]:
+        """Seconds one more route adds to the slowest resource of each way."""
+        wired = route_class.exits < self._first_link
+        cost = np.maximum(route_class.cost, np.where(wired, route_class.num_bytes / self._uplink_rate, 0))
+        return np.maximum(cost, np.where(route_class.crosses, route_class.num_bytes / self._cross_rate, 0))
 
-    def _apply(self, group: _Class, counts: NDArray[np.int64]) -> None:
-        seconds = counts * group.cost
-        np.add.at(self.level, group.bins, seconds)
-        networked = group.bins < self._first_link
-        moved = (seconds * self._rate[group.bins])[networked]
-        np.add.at(self._uplink, self._host[group.holders[networked]], moved)
+    def take_out(self, route_class: _Class) -> None:
+        """Undo a fill."""
+        self._count(route_class, -route_class.counts)
+
+    def _count(self, route_class: _Class, counts: NDArray[np.int64]) -> None:
+        num_bytes = counts.astype(np.float64) * route_class.num_bytes
+        self._add(route_class.holders, route_class.exits, route_class.crosses, num_bytes)
 
 
 def _classes(demand: Demand, exits: _Exits) -> list[_Class]:
@@ -298,10 +324,19 @@ def _classes(demand: Demand, exits: _Exits) -> list[_Class]:
     found = []
     for start, end in zip(starts, np.append(starts[1:], len(order)), strict=True):
         holders = demand.holders.of(int(keys[0, start]))
-        bins = exits.of(holders, None if uniform else int(keys[2, start]))
-        cost = keys[1, start] / exits.rate(bins)
-        zero = np.zeros(len(holders), dtype=np.int64)
-        found.append(_Class(np.sort(routes[order[start:end]]), bins, holders, cost, zero))
+        ways, crosses = exits.of(holders, None if uniform else int(keys[2, start]))
+        num_bytes = int(keys[1, start])
+        found.append(
+            _Class(
+                routes=np.sort(routes[order[start:end]]),
+                holders=holders,
+                num_bytes=num_bytes,
+                exits=ways,
+                crosses=crosses,
+                cost=num_bytes / exits.rate(ways),
+                counts=np.zeros(len(holders), dtype=np.int64),
+            )
+        )
     return found
 
 

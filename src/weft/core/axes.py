@@ -11,7 +11,7 @@ from collections.abc import Collection
 from weft.core.layout import MAX_RANKS
 from weft.errors import ConfigError
 
-_AXIS = re.compile(r"([a-z]+)(\d+)(?:x(\d+))?")
+_AXIS = re.compile(r"([a-z]+)(\d{1,9})(?:x(\d{1,9}))?")
 
 
 def parse_axes(text: str, *, allowed: Collection[str], what: str, example: str) -> dict[str, tuple[int, ...]]:

@@ -1,7 +1,7 @@
 """How good a plan is: the time its busiest resource needs, and a lower bound no plan can beat.
 
 Resources are trainer ports (transmit), engine ports (receive), links inside a domain, host uplinks, and cross-rail
-capacity. The makespan is the busiest one's bytes over its line rate plus its writes times the NIC's gap.
+capacity. The makespan is the busiest one's bytes over its line rate, or its writes times the NIC's gap.
 
 The bound counts bytes only. For any set A of sender resources, the bytes that *only* members of A can send need at
 least bytes(A) / rate(A); the sets tried are those of the busiest senders of the plan itself, which is exact when the
@@ -58,66 +58,90 @@ def balance(plan: Plan) -> Balance:
 
 
 def _busy(plan: Plan) -> dict[str, float]:
-    topology, host = plan.topology, plan.topology.host
+    """Seconds of the busiest resource of each kind under the plan."""
+    topology = plan.topology
     local = topology.is_local
     moved = plan.pair_bytes
     wired = np.where(local, 0, moved)
     writes = np.where(local, 0, plan.pair_writes)
-    gap_s = topology.nic.gap_us * 1e-6
     trainers, engines = topology.trainer_device, topology.engine_device
     sending_s = _port_seconds(topology, trainers, wired.sum(axis=1))
-    gaps_s = _per_port(topology, trainers, writes.sum(axis=1)) * gap_s
+    gaps_s = _per_port(topology, trainers, writes.sum(axis=1)) * topology.nic.gap_us * 1e-6
     busy = {
-        "trainer NICs": float((sending_s + gaps_s).max()),
+        "trainer NICs": float(np.maximum(sending_s, gaps_s).max()),
         "engine NICs": float(_port_seconds(topology, engines, wired.sum(axis=0)).max()),
     }
     if local.any():
         inside = np.where(local, moved, 0)
         busiest = max(inside.sum(axis=1).max(), inside.sum(axis=0).max())
         busy["links inside a domain"] = float(busiest / topology.link_bytes_per_s)
-    if host.uplink_gbps:
+    if topology.host.uplink_gbps:
         out = _per_host(topology, trainers, wired.sum(axis=1)).max()
         into = _per_host(topology, engines, wired.sum(axis=0)).max()
-        busy["host uplinks"] = float(max(out, into) / (host.uplink_gbps * 1e9 / 8))
-    if host.cross_rail_gbps:
+        busy["host uplinks"] = float(max(out, into) / topology.uplink_bytes_per_s)
+    if topology.host.cross_rail_gbps:
         crossing = np.where(topology.changes_rail, wired, 0)
         most = _per_host(topology, trainers, crossing.sum(axis=1)).max()
-        busy["cross-rail links"] = float(most / (host.cross_rail_gbps * 1e9 / 8))
+        busy["cross-rail links"] = float(most / topology.cross_rail_bytes_per_s)
     return busy
 
 
 def _bounds(plan: Plan) -> dict[str, float]:
-    """Lower bounds by kind of resource."""
+    """Lower bounds by kind of resource: bytes that must pass it, whoever sends them."""
     topology = plan.topology
     group, receiver, size = _flows(plan)
-    groups = plan.trainer.groups
-    num_groups, num_trainers = len(groups.starts) - 1, topology.num_trainers
-    holds = np.zeros((num_groups, num_trainers), dtype=bool)
-    holds[np.repeat(np.arange(num_groups), groups.sizes), groups.members] = True
-    has_local = (holds.astype(np.float32) @ topology.is_local.astype(np.float32))[group, receiver] > 0
-    must_wire = np.where(has_local, 0, size).astype(np.float64)
-    by_group = np.bincount(group, must_wire, num_groups).astype(np.float64)
+    local, crossing = _ways(plan, group, receiver)
+    must_wire = np.where(local == 0, size, 0).astype(np.float64)
+    num_groups = len(plan.trainer.groups.sizes)
     by_receiver = np.bincount(receiver, weights=must_wire, minlength=topology.num_engines)
     trainers, engines = topology.trainer_device, topology.engine_device
     sent = np.where(topology.is_local, 0, plan.pair_bytes).sum(axis=1)
+
+    def forced(flow_bytes: Floats, resource: NDArray[np.int64], rate: Callable[[NDArray[np.int64]], Floats]) -> float:
+        by_group = np.asarray(np.bincount(group, weights=flow_bytes, minlength=num_groups), dtype=np.float64)
+        return _forced(plan, by_group, resource, sent, rate)
+
     bounds = {
-        "trainer NICs": _forced(holds, by_group, topology.port_of(trainers), sent, topology.port_rate),
+        "trainer NICs": forced(must_wire, topology.port_of(trainers), topology.port_rate),
         "engine NICs": float(_port_seconds(topology, engines, by_receiver).max()),
     }
+    holders = plan.trainer.groups.sizes[group]
     if topology.is_local.any():
-        total = plan.pair_bytes.sum(axis=0)
-        inlet = topology.port_rate(topology.port_of(engines)) + topology.link_bytes_per_s
-        bounds["links inside a domain"] = float((total / inlet).max())
+        inside = np.bincount(receiver, weights=np.where(local == holders, size, 0), minlength=topology.num_engines)
+        bounds["links inside a domain"] = float(inside.max() / topology.link_bytes_per_s)
     if topology.host.uplink_gbps:
-        rate = topology.host.uplink_gbps * 1e9 / 8
-        out = _forced(holds, by_group, topology.host_of(trainers), sent, lambda hosts: np.full(len(hosts), rate))
-        into = float(_per_host(topology, engines, by_receiver).max() / rate)
-        bounds["host uplinks"] = max(out, into)
+        rate = topology.uplink_bytes_per_s
+        out = forced(must_wire, topology.host_of(trainers), lambda hosts: np.full(len(hosts), rate))
+        bounds["host uplinks"] = max(out, float(_per_host(topology, engines, by_receiver).max() / rate))
+    if topology.host.cross_rail_gbps:
+        rate = topology.cross_rail_bytes_per_s
+        must_cross = np.where(crossing == holders, size, 0).astype(np.float64)
+        bounds["cross-rail links"] = forced(
+            must_cross, topology.host_of(trainers), lambda hosts: np.full(len(hosts), rate)
+        )
     return bounds
 
 
+def _ways(plan: Plan, group: NDArray[np.int64], receiver: NDArray[np.int64]) -> tuple[Floats, Floats]:
+    """How many holders of each flow share the receiver's domain, and how many must change rail to reach it."""
+    topology, groups = plan.topology, plan.trainer.groups
+    none = np.zeros(len(group))
+    if topology.is_uniform:
+        return none, none
+    num_groups = len(groups.sizes)
+    group_of_member = np.repeat(np.arange(num_groups), groups.sizes)
+    local, crossing = none.copy(), none.copy()
+    for engine in np.unique(receiver):
+        flows = np.flatnonzero(receiver == engine)
+        is_local = topology.is_local[groups.members, engine]
+        changes = ~is_local & topology.changes_rail[groups.members, engine]
+        local[flows] = np.bincount(group_of_member, weights=is_local, minlength=num_groups)[group[flows]]
+        crossing[flows] = np.bincount(group_of_member, weights=changes, minlength=num_groups)[group[flows]]
+    return local, crossing
+
+
 def _forced(
-    holds: NDArray[np.bool_],
+    plan: Plan,
     by_group: Floats,
     resource_of: NDArray[np.int64],
     sent: NDArray[np.int64],
@@ -127,14 +151,15 @@ def _forced(
 
     `by_group` are the bytes that each holder group must put on the wire; they belong to A when all holders are in A.
     """
+    groups = plan.trainer.groups
     names, resource = np.unique(resource_of, return_inverse=True)
     rate = rate_of(names)
     level = np.bincount(resource, weights=sent, minlength=len(names)) / rate
     rank_in_order = np.empty(len(names), dtype=np.int64)
     order = np.argsort(-level, kind="stable")
     rank_in_order[order] = np.arange(len(names))
-    last_needed = np.where(holds, rank_in_order[resource], -1).max(axis=1, initial=-1)
-    inside = np.bincount(last_needed[last_needed >= 0], weights=by_group[last_needed >= 0], minlength=len(names))
+    last_needed = np.maximum.reduceat(rank_in_order[resource][groups.members], groups.starts[:-1])
+    inside = np.bincount(last_needed, weights=by_group, minlength=len(names))
     return float((np.cumsum(inside) / np.cumsum(rate[order])).max())
 
 

@@ -21,6 +21,8 @@ Ints = NDArray[Any]
 
 BOXES_PER_SORT = 2_000_000
 """How many boxes are proven at once: bounds the memory of the proof to about 500 MB."""
+CORNERS_PER_SORT = 2.0**60
+"""Grid points of the tensors proven at once: corner positions must fit into 62 bits."""
 
 
 def pad_dims(coordinates: Ints, num_dims: int, fill: int) -> Ints:
@@ -79,11 +81,13 @@ def cover_defects(owner: Ints, lo: Ints, extent: Ints, shapes: Ints) -> dict[int
         owner, lo, extent = owner[order], lo[order], extent[order]
     num_boxes = np.bincount(owner, minlength=len(shapes))
     ends = np.cumsum(num_boxes)
+    corners = np.cumsum(np.prod(shapes + 1.0, axis=1))
     first_owner = 0
     while first_owner < len(shapes):
         first_box = int(ends[first_owner] - num_boxes[first_owner])
         last_owner = int(np.searchsorted(ends, first_box + BOXES_PER_SORT, side="right"))
-        last_owner = max(last_owner, first_owner + 1)
+        by_size = int(np.searchsorted(corners, corners[first_owner] + CORNERS_PER_SORT, side="right"))
+        last_owner = max(min(last_owner, by_size), first_owner + 1)
         owners, rows = slice(first_owner, last_owner), slice(first_box, int(ends[last_owner - 1]))
         suspects |= {
             int(bad) + first_owner

@@ -52,7 +52,7 @@ def plan_case(
     *,
     model: Model | None = None,
     settings: Settings | None = None,
-    on_stage: Callable[[str], None] = lambda _: None,
+    on_progress: Callable[[str], None] = lambda _: None,
 ) -> Plan:
     """The proven plan of a case. `model` saves loading it again."""
     policy = parse_policy(case.policy)
@@ -61,13 +61,13 @@ def plan_case(
     if case.placement:
         cluster = with_placement(cluster, case.placement)
     _check_sizes(case, cluster)
-    on_stage(f"listing the tensors of {case.model}")
+    on_progress(f"listing the tensors of {case.model}")
     model = model or load_model(case.model)
     if case.trainer_dtype:
         model = model.with_dtype(case.trainer_dtype)
-    on_stage(f"laying out trainers {case.trainer}")
+    on_progress(f"laying out trainers {case.trainer}")
     trainer = _trainer(case, model, gather)
-    on_stage(f"laying out engines {case.engine}")
+    on_progress(f"laying out engines {case.engine}")
     recipe = _recipe(case, model)
     return make_plan(
         trainer=trainer,
@@ -77,7 +77,7 @@ def plan_case(
         settings=settings,
         model=model.name,
         gathered=gather is not Gather.NONE,
-        on_stage=on_stage,
+        on_progress=on_progress,
     )
 
 

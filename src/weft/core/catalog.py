@@ -36,7 +36,7 @@ def load_model(name: str) -> Model:
     if name in CONFIGS:
         return build_model(name, CONFIGS[name])
     path = Path(name)
-    if path.is_dir():
+    if len(name) < 200 and path.is_dir():
         path = path / "config.json"
     if path.suffix == ".json" or "/" in name:
         return build_model(name, _read_config(path))
@@ -51,7 +51,7 @@ def load_model(name: str) -> Model:
 def build_model(name: str, config: Mapping[str, Any]) -> Model:
     """The model a config describes."""
     family = config.get("model_type")
-    if family not in _FAMILIES:
+    if not isinstance(family, str) or family not in _FAMILIES:
         raise ConfigError(
             f"config of `{name}`: model_type {family!r} is not supported",
             hint=f"supported families: {', '.join(sorted(_FAMILIES))}",
@@ -92,7 +92,7 @@ class _Fields:
 
     def _dtype(self) -> str:
         text = self._config.get("torch_dtype") or self._config.get("dtype") or "bfloat16"
-        if text not in _HF_DTYPES:
+        if not isinstance(text, str) or text not in _HF_DTYPES:
             raise ConfigError(
                 f"config of `{self._name}`: torch_dtype {text!r}", hint=f"use one of {', '.join(_HF_DTYPES)}"
             )
@@ -122,6 +122,13 @@ class _Fields:
                 hint="check the numbers of layers and experts",
             )
 
+    def layers(self, name: str) -> frozenset[int]:
+        """A list of layer numbers."""
+        value = self._config.get(name) or []
+        if not isinstance(value, list) or not all(type(layer) is int for layer in value):
+            raise ConfigError(f"config of `{self._name}`: {name} is {value!r}", hint="expected a list of layer numbers")
+        return frozenset(value)
+
     def flag(self, name: str, *, default: bool = False) -> bool:
         """A true/false field."""
         return bool(self._config.get(name, default))
@@ -134,6 +141,8 @@ class _Fields:
     def fp8_stored(self) -> bool:
         """Whether the published checkpoint itself is block-quantised FP8."""
         quantization = self._config.get("quantization_config") or {}
+        if not isinstance(quantization, Mapping):
+            raise ConfigError(f"config of `{self._name}`: quantization_config is {quantization!r}")
         return quantization.get("quant_method") == "fp8"
 
 
@@ -201,12 +210,12 @@ class _Writer:
     def row(self, name: str, rows: int, columns: int, units: int, unit: str, **more: Any) -> Iterator[ModelTensor]:
         return self.linear(name, rows, columns, Split.ROW, units, unit, **more)
 
-    def mlp(self, name: str, hidden: int, width: int, *, expert: int = -1) -> Iterator[ModelTensor]:
+    def mlp(self, name: str, hidden: int, width: int, *, expert: int = -1, bias: bool = False) -> Iterator[ModelTensor]:
         """gate, up and down projections."""
         unit = "intermediate rows"
-        yield from self.column(f"{name}.gate_proj", width, hidden, width, unit, expert=expert)
-        yield from self.column(f"{name}.up_proj", width, hidden, width, unit, expert=expert)
-        yield from self.row(f"{name}.down_proj", hidden, width, width, unit, expert=expert)
+        yield from self.column(f"{name}.gate_proj", width, hidden, width, unit, expert=expert, bias=bias)
+        yield from self.column(f"{name}.up_proj", width, hidden, width, unit, expert=expert, bias=bias)
+        yield from self.row(f"{name}.down_proj", hidden, width, width, unit, expert=expert, bias=bias)
 
 
 def _vocab(name: str, fields: _Fields, layer: int, *, policy: bool = True) -> ModelTensor:
@@ -357,22 +366,37 @@ def _pre_norm(hidden: int, attention: Block, feed_forward: Block, *, extra_norms
     return block
 
 
-def _dense(fields: _Fields, *, qkv_bias: bool = False, out_bias: bool = False, qk_norm: bool = False) -> Described:
+def _dense(fields: _Fields, *, qkv_bias: bool, out_bias: bool, qk_norm: bool) -> Described:
     hidden, width = fields.count("hidden_size"), fields.count("intermediate_size")
     attention = _attention(fields, qkv_bias=qkv_bias, out_bias=out_bias, qk_norm=qk_norm)
-    block = _pre_norm(hidden, attention, lambda writer, _: writer.mlp("mlp", hidden, width))
+    bias = fields.flag("mlp_bias")
+    block = _pre_norm(hidden, attention, lambda writer, _: writer.mlp("mlp", hidden, width, bias=bias))
     return _decoder(fields, block), fields.count("num_hidden_layers", most=MAX_LAYERS)
+
+
+def _sparse_layers(fields: _Fields) -> Callable[[int], bool]:
+    """Which layers have experts: after the first dense ones, every so often, and not where the config excludes it."""
+    num_dense = fields.count("first_k_dense_replace", default=0, least=0, most=MAX_LAYERS)
+    step = fields.count("decoder_sparse_step", default=1, most=MAX_LAYERS)
+    frequency = fields.count("moe_layer_freq", default=1, most=MAX_LAYERS)
+    excluded = fields.layers("mlp_only_layers")
+
+    def is_sparse(layer: int) -> bool:
+        regular = (layer + 1) % step == 0 and layer % frequency == 0
+        return layer >= num_dense and regular and layer not in excluded
+
+    return is_sparse
 
 
 def _mixture(fields: _Fields, attention: Block, *, correction_bias: bool, draft_vocab: bool = True) -> Described:
     hidden = fields.count("hidden_size")
-    num_dense = fields.count("first_k_dense_replace", default=0, least=0, most=MAX_LAYERS)
+    is_sparse = _sparse_layers(fields)
     experts = _experts(fields, correction_bias=correction_bias)
 
     def feed_forward(writer: _Writer, layer: int) -> Iterator[ModelTensor]:
-        if layer < num_dense:
-            return writer.mlp("mlp", hidden, fields.count("intermediate_size"))
-        return experts(writer, layer)
+        if is_sparse(layer):
+            return experts(writer, layer)
+        return writer.mlp("mlp", hidden, fields.count("intermediate_size"))
 
     tensors = _decoder(fields, _pre_norm(hidden, attention, feed_forward), draft_vocab=draft_vocab)
     tensors = _stored_scales(tensors) if fields.fp8_stored else tensors
@@ -381,19 +405,21 @@ def _mixture(fields: _Fields, attention: Block, *, correction_bias: bool, draft_
 
 def _llama(fields: _Fields) -> Described:
     bias = fields.flag("attention_bias")
-    return _dense(fields, qkv_bias=bias, out_bias=bias)
+    return _dense(fields, qkv_bias=bias, out_bias=bias, qk_norm=False)
 
 
 def _qwen2(fields: _Fields) -> Described:
-    return _dense(fields, qkv_bias=True)
+    return _dense(fields, qkv_bias=True, out_bias=False, qk_norm=False)
 
 
 def _qwen3(fields: _Fields) -> Described:
-    return _dense(fields, qk_norm=True)
+    bias = fields.flag("attention_bias")
+    return _dense(fields, qkv_bias=bias, out_bias=bias, qk_norm=True)
 
 
 def _qwen3_moe(fields: _Fields) -> Described:
-    attention = _attention(fields, qkv_bias=False, out_bias=False, qk_norm=True)
+    bias = fields.flag("attention_bias")
+    attention = _attention(fields, qkv_bias=bias, out_bias=bias, qk_norm=True)
     return _mixture(fields, attention, correction_bias=False)
 
 

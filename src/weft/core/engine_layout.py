@@ -7,7 +7,7 @@ experts are cut by tensor parallelism; with `ep` smaller than tp·dp the rest of
 
     recipe = engine_recipe(load_model("qwen3-235b-a22b"), "ep8", num_replicas=4, dtype="fp8-block128")
 
-Names and fusions are vLLM's (and SGLang's): `qkv_proj`, `gate_up_proj`, `experts.w13_weight`, `experts.w2_weight`,
+Names and fusions are vLLM's: `qkv_proj`, `gate_up_proj`, `experts.w13_weight`, `experts.w2_weight`,
 `…_scale_inv`; the vocabulary is padded to a multiple of 64; KV heads repeat when `tp` exceeds them.
 """
 
@@ -232,6 +232,8 @@ class _Rules:
         like = slices[0].tensor
         if self.dtype == "fp8-block128" and like.quantized:
             self.misaligned.update(dict.fromkeys(piece.tensor.name for piece in slices if piece.cuts_blocks))
+            not_last = (piece for piece in slices[:-1] if piece.extent[0] % QUANT_BLOCK)
+            self.misaligned.update(dict.fromkeys(piece.tensor.name for piece in not_last))
             blocks = [piece.in_blocks() for piece in slices]
             self._add_tensor(name, "fp8_e4m3", Op.QUANTIZE, slices, ranks, stack)
             self._add_tensor(f"{name}_scale_inv", "fp32", Op.SCALE, blocks, ranks, stack)

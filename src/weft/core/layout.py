@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from math import prod
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,6 +29,8 @@ DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8_e4m3": 1}
 MAX_RANKS = 65_536
 MAX_TENSOR_DIM = 2**31 - 1
 MAX_SHARD_ROWS = 30_000_000
+MAX_DIMS = 6
+MAX_ELEMENTS = 1 << 60
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,6 +76,14 @@ class RankGroups:
     def of(self, group: int) -> NDArray[np.int32]:
         """The ranks of one group."""
         return self.members[self.starts[group] : self.starts[group + 1]]
+
+    def contain(self, groups: Ints, ranks: Ints) -> NDArray[np.bool_]:
+        """Row by row: whether the group has the rank."""
+        stride = max(int(self.members.max(initial=0)), int(ranks.max(initial=0))) + 1
+        keys = np.repeat(np.arange(len(self.sizes), dtype=np.int64), self.sizes) * stride + self.members
+        wanted = groups.astype(np.int64) * stride + ranks
+        at = np.minimum(np.searchsorted(keys, wanted), len(keys) - 1)
+        return np.asarray(keys[at] == wanted) if len(keys) else np.zeros(len(wanted), dtype=bool)
 
     def expand(self, groups: Ints) -> NDArray[np.int32]:
         """The ranks of many groups, one after the other."""
@@ -257,7 +268,8 @@ def check_tensors(tensors: Sequence[Tensor]) -> None:
         seen.add(tensor.name)
         if tensor.dtype not in DTYPE_BYTES:
             problems.append(f"{tensor.name}: unknown dtype `{tensor.dtype}` (known: {', '.join(DTYPE_BYTES)})")
-        if not tensor.shape or any(not 0 < size <= MAX_TENSOR_DIM for size in tensor.shape):
+        possible = 0 < len(tensor.shape) <= MAX_DIMS and all(0 < size <= MAX_TENSOR_DIM for size in tensor.shape)
+        if not possible or prod(size + 1 for size in tensor.shape) > MAX_ELEMENTS:
             problems.append(f"{tensor.name}: impossible shape {list(tensor.shape)}")
     if problems:
         raise LayoutError("the tensor list is not usable", problems=tuple(problems))
@@ -277,8 +289,8 @@ def _check_shards(tensors: Sequence[Tensor], shards: Sequence[Shard]) -> None:
             problems.append(f"{where}: box has {len(shard.lo)} dimensions, the tensor {len(shape)}")
         elif any(lo < 0 or n < 0 or lo + n > size for lo, n, size in zip(shard.lo, shard.extent, shape, strict=True)):
             problems.append(f"{where}: box {list(shard.lo)} + {list(shard.extent)} is outside {list(shape)}")
-        elif shard.strides is not None and len(shard.strides) != len(shape):
-            problems.append(f"{where}: {len(shard.strides)} strides for {len(shape)} dimensions")
+        elif shard.strides is not None and (len(shard.strides) != len(shape) or min(shard.strides) < 1):
+            problems.append(f"{where}: strides {list(shard.strides)} for {len(shape)} dimensions")
     if problems:
         raise LayoutError("the shard list is not usable", problems=tuple(problems))
 

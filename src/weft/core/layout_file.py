@@ -93,7 +93,7 @@ def read_engine_file(path: Path, model: Model, *, num_replicas: int) -> Recipe:
     sources = {tensor.name: tensor.tensor() for tensor in model.policy_tensors}
     tensors: dict[int, list[Tensor]] = {}
     pieces: dict[int, list[StridedPiece]] = {}
-    for rank, entry in enumerate(content.ranks * num_replicas):
+    for rank, entry in enumerate(content.ranks):
         tensors[rank] = [Tensor(name=t.name, dtype=t.dtype, shape=t.shape) for t in entry.tensors]
         pieces[rank] = [_strided(piece) for piece in entry.pieces]
     unknown = sorted({p.source for given in pieces.values() for p in given if p.source not in sources})

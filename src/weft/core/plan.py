@@ -9,7 +9,7 @@ them, `weft.core.plan_file` saves them, schedules and runtimes read them.
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
@@ -21,6 +21,9 @@ from weft.core.boxes import Ints
 from weft.core.layout import Layout
 from weft.core.recipe import Op, Recipe, to_destination_dims, to_source_dims
 from weft.core.topology import Topology
+
+SCALE_SUFFIX = "::scale"
+"""Ends the name of the virtual tensor that holds a weight's block scales."""
 
 
 class Path(enum.IntEnum):
@@ -54,8 +57,10 @@ class Plan:
     path: NDArray[np.int8]
     first: NDArray[np.int64]
     sender: NDArray[np.int32]
-    gathered: bool = field(default=False)
+    gathered: bool = False
     """Whether `trainer` describes ranks after a gather of full tensors."""
+    ignored: tuple[str, ...] = ()
+    """Trainer tensors that are left out on purpose."""
 
     @property
     def num_rows(self) -> int:
@@ -114,7 +119,8 @@ class Plan:
         """Writes each row needs if sent on its own, and whether its runs are too short for that."""
         run = self._run_bytes()
         small = run < self.settings.min_write_bytes
-        return self.row_bytes // run, small
+        writes_per_run = -(-run // self.settings.chunk_bytes)
+        return self.row_bytes // run * writes_per_run, small
 
     def _run_bytes(self) -> NDArray[np.int64]:
         """Bytes next to each other: in both memories for zero-copy rows, in the destination for packed ones."""
@@ -185,7 +191,7 @@ def route_boxes(
 
 def scale_name(weight: str) -> str:
     """Name of the virtual tensor that holds a weight's block scales on the trainer side."""
-    return f"{weight}::scale"
+    return weight + SCALE_SUFFIX
 
 
 def piece_sources(recipe: Recipe, sources: Layout) -> Ints:

@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from weft.config import Settings
+from weft.config import settings_from
 from weft.core.layout import Layout, RankGroups, Tensor
 from weft.core.plan import Plan
 from weft.core.proof import prove
@@ -35,9 +35,21 @@ from weft.errors import PlanError, WeftError
 MAGIC = b"WEFTPLAN"
 VERSION = 1
 MAX_HEADER_BYTES = 1 << 30
-MAX_COLUMN_BYTES = 1 << 36
+MAX_COLUMN_BYTES = 1 << 34
 
 Columns = dict[str, NDArray[Any]]
+_DAMAGE = (
+    KeyError,
+    TypeError,
+    ValueError,
+    IndexError,
+    AttributeError,
+    ArithmeticError,
+    MemoryError,
+    zlib.error,
+    struct.error,
+)
+"""What reading a damaged file may raise; all of it becomes a PlanError."""
 
 
 def digest(plan: Plan) -> str:
@@ -73,11 +85,12 @@ def load(path: FilePath) -> Plan:
     try:
         header, columns = _decode(data)
         plan = _plan(header, columns)
-    except (KeyError, TypeError, ValueError, IndexError, zlib.error, struct.error) as error:
+        plan.trainer.check()
+        prove(plan)
+    except _DAMAGE as error:
         raise PlanError(f"`{path}` is not a whole weft plan: {error}", hint="make it again with `weft plan`") from error
     except WeftError as error:
         raise PlanError(f"`{path}`: {error}", hint="make it again with `weft plan`") from error
-    prove(plan)
     return plan
 
 
@@ -138,6 +151,7 @@ def _header(plan: Plan) -> dict[str, Any]:
         "model": plan.model,
         "policy": plan.policy,
         "gathered": plan.gathered,
+        "ignored": list(plan.ignored),
         "trainer": _layout_header(plan.trainer),
         "engine": _layout_header(plan.recipe.engine),
         "sources": list(plan.recipe.sources),
@@ -170,7 +184,31 @@ def _columns(plan: Plan) -> Columns:
 _LAYOUT_COLUMNS = ("tensor_of", "group_of", "lo", "extent", "strides")
 
 
+def _check_references(header: dict[str, Any], columns: Columns) -> None:
+    """Every index column stays inside the table it points into."""
+    num_pieces = len(columns["piece.dst"])
+    limits = {"piece.dst": len(columns["engine.lo"]), "route.piece": num_pieces}
+    limits["route.shard"] = len(columns["trainer.lo"])
+    for side in ("trainer", "engine"):
+        limits[f"{side}.tensor_of"] = len(header[side]["tensors"])
+        limits[f"{side}.group_of"] = len(columns[f"{side}.starts"]) - 1
+        limits[f"{side}.members"] = int(header[side]["num_ranks"])
+        starts = columns[f"{side}.starts"]
+        if starts[0] != 0 or starts[-1] != len(columns[f"{side}.members"]) or (np.diff(starts) < 1).any():
+            raise ValueError(f"{side} rank groups do not add up")
+    for name, limit in limits.items():
+        column = columns[name]
+        if column.min(initial=0) < 0 or column.max(initial=-1) >= limit:
+            raise ValueError(f"column {name} points outside its table")
+    source = columns["piece.src"]
+    if source.min(initial=-1) < -1 or source.max(initial=-1) >= len(header["sources"]):
+        raise ValueError("a piece reads a source that does not exist")
+    if not isinstance(header["num_replicas"], int) or header["num_replicas"] < 1:
+        raise ValueError("the number of replicas is not a number")
+
+
 def _plan(header: dict[str, Any], columns: Columns) -> Plan:
+    _check_references(header, columns)
     layouts = {side: _layout(header[side], side, columns) for side in ("trainer", "engine")}
     recipe = Recipe(
         engine=layouts["engine"],
@@ -183,11 +221,12 @@ def _plan(header: dict[str, Any], columns: Columns) -> Plan:
     return Plan(
         model=header["model"],
         policy=header["policy"],
-        gathered=header["gathered"],
+        gathered=bool(header["gathered"]),
+        ignored=tuple(header["ignored"]),
         trainer=layouts["trainer"],
         recipe=recipe,
         topology=topology,
-        settings=Settings(**header["settings"]),
+        settings=settings_from(header["settings"], where="the plan's settings"),
         **{name.removeprefix("route."): column for name, column in columns.items() if name.startswith("route.")},
     )
 

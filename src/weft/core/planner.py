@@ -43,7 +43,7 @@ def make_plan(
     model: str = "",
     gathered: bool = False,
     ignore: Sequence[str] = (),
-    on_stage: Callable[[str], None] = lambda _: None,
+    on_progress: Callable[[str], None] = lambda _: None,
 ) -> Plan:
     """The routing plan; raises if the two sides do not fit, never returns an unproven plan."""
     chosen = parse_policy(policy)
@@ -52,18 +52,18 @@ def make_plan(
             f"the topology has {topology.num_trainers} trainers and {topology.num_engines} engine ranks, "
             f"the layouts {trainer.num_ranks} and {recipe.engine.num_ranks}"
         )
-    on_stage("checking layouts")
+    on_progress("checking layouts")
     trainer.check()
     recipe.check_sources(trainer, ignore=ignore)
     sources = with_scales(trainer, recipe)
     num_dims = max(sources.num_dims, recipe.engine.num_dims)
     sources = widen(sources, num_dims)
 
-    on_stage("intersecting pieces with shards")
+    on_progress("intersecting pieces with shards")
     piece, shard = _candidates(recipe, sources)
     piece, shard, dst_lo, src_lo, extent = _intersect(recipe, sources, piece, shard)
 
-    on_stage(f"choosing senders ({chosen})")
+    on_progress(f"choosing senders ({chosen})")
     engine = recipe.engine
     dst = recipe.dst[piece]
     _check_number(int(engine.groups.sizes[engine.group_of[dst]].sum()), "routes")
@@ -94,8 +94,9 @@ def make_plan(
         first=demand.first,
         sender=sender,
         gathered=gathered,
+        ignored=tuple(ignore),
     )
-    on_stage("proving exact cover")
+    on_progress("proving exact cover")
     prove(plan)
     return plan
 

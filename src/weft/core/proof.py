@@ -12,13 +12,18 @@ import numpy as np
 
 from weft.core import boxes
 from weft.core.boxes import Ints
-from weft.core.plan import Plan, piece_sources
-from weft.core.recipe import Op, to_destination_dims
-from weft.errors import PlanError
+from weft.core.plan import SCALE_SUFFIX, Path, Plan, piece_sources
+from weft.core.recipe import Op, to_destination_dims, to_source_dims
+from weft.errors import LayoutError, PlanError
 
 
 def prove(plan: Plan) -> None:
     """Raise a PlanError that names the tensors concerned, unless the plan is exact."""
+    virtual = [tensor.name for tensor in plan.trainer.tensors if tensor.name.endswith(SCALE_SUFFIX)]
+    try:
+        plan.recipe.check_sources(plan.trainer, ignore=[*virtual, *plan.ignored])
+    except LayoutError as error:
+        raise PlanError(str(error), hint=error.hint) from error
     _prove_columns(plan)
     _prove_sources(plan)
     _prove_senders(plan)
@@ -39,6 +44,9 @@ def _prove_columns(plan: Plan) -> None:
         None,
     )
     _refuse(plan, (plan.extent < 1).any(axis=1), "are empty", plan.dst)
+    direct = plan.path == Path.ZERO_COPY
+    _refuse(plan, ~direct & (plan.path != Path.PACKED), "have an unknown path", plan.dst)
+    _refuse(plan, direct & (recipe.op[plan.piece] != Op.COPY), "convert without being packed", plan.dst)
     fan_out = recipe.engine.groups.sizes[recipe.engine.group_of[plan.dst]]
     if plan.first[0] != 0 or plan.first[-1] != len(plan.sender):
         raise PlanError("the plan's routes do not add up", hint="the plan was cut or altered")
@@ -53,7 +61,11 @@ def _prove_sources(plan: Plan) -> None:
     inside = plan.dst_lo - recipe.dst_lo[piece]
     past = inside + plan.extent > recipe.extent[piece]
     _refuse(plan, ((inside < 0) | past).any(axis=1), "write outside their piece", plan.dst)
-    offset = to_destination_dims(plan.src_lo - recipe.src_lo[piece], axes, 0)
+    shift = plan.src_lo - recipe.src_lo[piece]
+    walked = to_source_dims(np.full_like(axes, 2), axes) == 2
+    stray = np.where(walked, 0, shift).any(axis=1)
+    _refuse(plan, stray, "read bytes their piece does not ask for", plan.dst)
+    offset = to_destination_dims(shift, axes, 0)
     _refuse(
         plan,
         (np.where(axes >= 0, inside, 0) != offset).any(axis=1),
@@ -73,10 +85,8 @@ def _prove_senders(plan: Plan) -> None:
     num_ranks = plan.trainer.num_ranks
     if len(plan.sender) and not (plan.sender.min() >= 0 and plan.sender.max() < num_ranks):
         raise PlanError(f"the plan names a sender outside 0…{num_ranks - 1}")
-    holds = np.zeros((len(groups.starts) - 1, num_ranks), dtype=bool)
-    holds[np.repeat(np.arange(len(holds)), groups.sizes), groups.members] = True
     group = np.repeat(plan.trainer.group_of[plan.shard], plan.fan_out)
-    wrong = ~holds[group, plan.sender]
+    wrong = ~groups.contain(group, plan.sender)
     if wrong.any():
         row = int(np.searchsorted(plan.first, np.flatnonzero(wrong)[0], side="right") - 1)
         name = plan.trainer.tensors[plan.trainer.tensor_of[plan.shard[row]]].name

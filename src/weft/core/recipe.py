@@ -24,7 +24,15 @@ from numpy.typing import NDArray
 
 from weft.core import boxes
 from weft.core.boxes import Ints, pad_dims
-from weft.core.layout import Layout, LayoutBuilder, Tensor, check_tensors, coordinate_column, shape_column
+from weft.core.layout import (
+    MAX_RANKS,
+    Layout,
+    LayoutBuilder,
+    Tensor,
+    check_tensors,
+    coordinate_column,
+    shape_column,
+)
 from weft.errors import LayoutError
 
 QUANT_BLOCK = 128
@@ -89,6 +97,7 @@ class Recipe:
 
     def check_cover(self) -> None:
         """Raise unless the pieces tile every engine tensor exactly."""
+        self._check_axes()
         defects = boxes.cover_defects(self.dst, self.dst_lo, self.extent, self.engine.shapes)
         if defects:
             raise LayoutError(
@@ -99,6 +108,21 @@ class Recipe:
                     for row, surplus in defects.items()
                 ),
                 hint="declare bytes without a source as Op.PAD pieces",
+            )
+
+    def _check_axes(self) -> None:
+        """Every source dimension is walked by at most one destination dimension."""
+        num_dims = self.axes.shape[1]
+        walks = [(self.axes == dim).sum(axis=1) for dim in range(num_dims)]
+        wrong = (self.axes < -1).any(axis=1) | (self.axes >= num_dims).any(axis=1) | (np.array(walks) > 1).any(axis=0)
+        wrong |= ((self.axes < 0) & (self.extent > 1)).any(axis=1) & (self.op != Op.PAD)
+        if wrong.any():
+            piece = int(np.flatnonzero(wrong)[0])
+            name = self.engine.tensors[self.dst[piece]].name
+            raise LayoutError(
+                f"a piece of `{name}` has the axis order {self.axes[piece].tolist()} for extents "
+                f"{self.extent[piece].tolist()}",
+                hint="each source dimension may be used once, and longer extents need one",
             )
 
     def check_sources(self, trainer: Layout, *, ignore: Sequence[str] = ()) -> None:
@@ -119,7 +143,13 @@ class Recipe:
         *,
         num_replicas: int = 1,
     ) -> Recipe:
-        """A recipe from each rank's local tensors and pieces; ranks that agree on a tensor share its row."""
+        """A recipe from the local tensors and pieces of each rank of one engine, repeated for every replica.
+
+        Ranks that agree on a tensor share its row.
+        """
+        num_ranks = 1 + max(tensors)
+        if num_replicas < 1 or num_ranks * num_replicas > MAX_RANKS:
+            raise LayoutError(f"{num_replicas} replicas of {num_ranks} ranks", hint=f"1 to {MAX_RANKS} ranks in all")
         same: dict[tuple[Tensor, tuple[Piece, ...]], list[int]] = {}
         for rank, local in tensors.items():
             check_tensors(local)
@@ -131,9 +161,10 @@ class Recipe:
             for tensor in local:
                 same.setdefault((tensor, tuple(by_dst[tensor.name])), []).append(rank)
         builder = RecipeBuilder(num_replicas=num_replicas)
+        starts = np.arange(num_replicas)[:, None] * num_ranks
         for (tensor, made_of), ranks in same.items():
-            builder.add(tensor, ranks, made_of)
-        return builder.build(num_ranks=1 + max(tensors))
+            builder.add(tensor, (starts + np.array(ranks)).ravel(), made_of)
+        return builder.build(num_ranks=num_ranks * num_replicas)
 
 
 def padding_piece(dst: str, dst_lo: tuple[int, ...], extent: tuple[int, ...]) -> Piece:
@@ -309,13 +340,20 @@ def _shape_problems(recipe: Recipe, trainer: Layout, pieces: Ints, tensor_of: In
 
 
 def _dtype_problems(recipe: Recipe, trainer: Layout, pieces: Ints, tensor_of: Ints) -> Iterator[str]:
-    names = sorted({tensor.dtype for tensor in (*trainer.tensors, *recipe.engine.tensors)})
+    """Pieces whose operation cannot give the destination's dtype, once per source tensor."""
+    names = sorted({tensor.dtype for tensor in (*trainer.tensors, *recipe.engine.tensors)} | {"fp8_e4m3", "fp32"})
+    fp8, fp32 = names.index("fp8_e4m3"), names.index("fp32")
     src_dtype = np.array([names.index(tensor.dtype) for tensor in trainer.tensors])[tensor_of]
     dst_dtype = np.array([names.index(tensor.dtype) for tensor in recipe.engine.tensors])[recipe.dst[pieces]]
-    wrong = (recipe.op[pieces] == Op.COPY) & (src_dtype != dst_dtype)
+    op = recipe.op[pieces]
+    wrong = (op == Op.COPY) & (src_dtype != dst_dtype)
+    wrong |= (op == Op.CAST) & ((dst_dtype == fp8) | (src_dtype == fp8))
+    wrong |= (op == Op.QUANTIZE) & ((dst_dtype != fp8) | (src_dtype == fp8))
+    wrong |= (op == Op.SCALE) & (dst_dtype != fp32)
     seen = set()
     for i in np.flatnonzero(wrong):
         source, dst = trainer.tensors[tensor_of[i]], recipe.engine.tensors[recipe.dst[pieces[i]]]
         if source.name not in seen:
             seen.add(source.name)
-            yield f"dtype: {source.name} is {source.dtype}, {dst.name} is {dst.dtype}, and the piece is a plain copy"
+            how = Op(int(op[i])).name.lower()
+            yield f"dtype: {source.name} is {source.dtype}, {dst.name} is {dst.dtype}, and the piece is a {how}"

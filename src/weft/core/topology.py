@@ -164,6 +164,16 @@ class Topology:
         """Rate between two devices of one domain."""
         return self.host.link_gb_per_s * 1e9
 
+    @property
+    def uplink_bytes_per_s(self) -> float:
+        """Limit of one host towards the network; infinite if only its NICs limit it."""
+        return self.host.uplink_gbps * 1e9 / 8 or np.inf
+
+    @property
+    def cross_rail_bytes_per_s(self) -> float:
+        """Limit of one host for traffic that changes rail; infinite if there is none."""
+        return self.host.cross_rail_gbps * 1e9 / 8 or np.inf
+
     @cached_property
     def is_local(self) -> NDArray[np.bool_]:
         """Matrix [trainer, engine]: whether the pair shares a link domain."""
@@ -266,10 +276,7 @@ def cluster_from_mapping(table: dict[str, Any], *, where: str) -> Cluster:
     unknown = set(table) - {"name", "placement", "host", "nic"}
     if unknown:
         raise ConfigError(f"{where}: unknown key `{sorted(unknown)[0]}`", hint="keys: name, placement, host, nic")
-    cards = tuple(
-        _build(Nic, {**nic, "devices": tuple(nic.get("devices", ()))}, where=f"{where} [[nic]] {i}")
-        for i, nic in enumerate(nics)
-    )
+    cards = tuple(_nic(nic, where=f"{where} [[nic]] {i}") for i, nic in enumerate(nics))
     kind = _build(HostKind, {**host, "nics": cards}, where=f"{where} [host]")
     _check_nics(kind, where)
     placement = table.get("placement", "separate")
@@ -278,15 +285,36 @@ def cluster_from_mapping(table: dict[str, Any], *, where: str) -> Cluster:
     return Cluster(name=str(table.get("name", where)), host=kind, placement=placement)
 
 
+def _nic(table: Any, *, where: str) -> Nic:
+    devices = table.get("devices") if isinstance(table, dict) else None
+    if not isinstance(devices, list) or not all(type(device) is int for device in devices):
+        raise ConfigError(f"{where}: devices is {devices!r}", hint="give the devices that use it: devices = [0, 1]")
+    built: Nic = _build(Nic, {**table, "devices": tuple(devices)}, where=where)
+    if not 0 < built.efficiency <= 1:
+        raise ConfigError(
+            f"{where}: efficiency is {built.efficiency}", hint="a part of the line rate: above 0, up to 1"
+        )
+    return built
+
+
+_COUNTS = {"devices": 1024, "domain_hosts": 65_536, "rail": 65_536}
+"""Whole numbers among the keys, and the most each may be."""
+
+
 def _build(kind: type[Any], values: dict[str, Any], *, where: str) -> Any:
+    """A Nic or HostKind from a table, with errors that name the key."""
     known = {field.name: field for field in fields(kind)}
     for name, value in values.items():
         if name not in known:
             raise ConfigError(f"{where}: unknown key `{name}`", hint=f"keys: {', '.join(known)}")
-        if name in ("nics", "devices") and isinstance(value, tuple):
+        if isinstance(value, tuple):
             continue
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1e9:
-            raise ConfigError(f"{where}: {name} is {value!r}", hint="expected a number that is not negative")
+        whole = name in _COUNTS
+        if isinstance(value, bool) or not isinstance(value, int if whole else int | float) or not 0 <= value < 1e9:
+            expected = "a whole number" if whole else "a number"
+            raise ConfigError(f"{where}: {name} is {value!r}", hint=f"expected {expected} that is not negative")
+        if whole and value > _COUNTS[name]:
+            raise ConfigError(f"{where}: {name} is {value}", hint=f"at most {_COUNTS[name]}")
     for name in ("gbps", "link_gb_per_s", "pinned_gb_per_s", "device_gb_per_s", "devices", "domain_hosts"):
         if values.get(name) == 0:
             raise ConfigError(f"{where}: {name} is 0", hint="a rate or count must be positive")
@@ -301,12 +329,22 @@ def _check_nics(kind: HostKind, where: str) -> None:
     served = {device for nic in kind.nics for device in nic.devices}
     if any(not nic.devices for nic in kind.nics):
         raise ConfigError(f"{where}: a [[nic]] serves no device", hint="give devices = [0, …]")
-    outside = sorted(d for d in served if not isinstance(d, int) or not 0 <= d < kind.devices)
+    outside = sorted(device for device in served if not 0 <= device < kind.devices)
     if outside:
         raise ConfigError(f"{where}: NIC device {outside[0]} is not on the host", hint=f"0 to {kind.devices - 1}")
     missing = sorted(set(range(kind.devices)) - served)
     if missing:
         raise ConfigError(f"{where}: device {missing[0]} has no NIC", hint="list it in some [[nic]].devices")
+    sets = {frozenset(nic.devices) for nic in kind.nics}
+    if sum(len(devices) for devices in sets) > len(served):
+        raise ConfigError(
+            f"{where}: NICs are shared by overlapping groups of devices", hint="devices share all their NICs or none"
+        )
+    if len({(nic.efficiency, nic.latency_us, nic.gap_us) for nic in kind.nics}) > 1:
+        raise ConfigError(
+            f"{where}: NICs differ in efficiency, latency_us or gap_us",
+            hint="use one set of costs for all NICs of a host",
+        )
 
 
 def with_placement(cluster: Cluster, placement: str) -> Cluster:

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
-from math import gcd
+from math import gcd, prod
 
 import numpy as np
 
@@ -100,6 +100,7 @@ def parse_trainer(text: str) -> Mesh:
     if sharded:
         replicas, shards = _data_parallel(axes)
         order = ["data" if name in sharded else name for name in axes if name != "pp"]
+        check_world(text, prod(sizes.values()) * (replicas * shards if "hsdp" in axes else 1), what="trainer")
         mesh = _sharded_mesh(sizes, replicas, shards, order)
     else:
         mesh = _megatron_mesh(sizes, text)
@@ -117,13 +118,12 @@ def _data_parallel(axes: dict[str, tuple[int, ...]]) -> tuple[int, int]:
 def _sharded_mesh(sizes: dict[str, int], replicas: int, shards: int, order: list[str]) -> Mesh:
     """Ranks numbered along `order` (last fastest), arranged as (replicas, shards, expert parts, tensor parts)."""
     experts, parts = sizes.get("ep", 1), sizes.get("tp", 1)
-    check_world("", sizes.get("pp", 1) * replicas * shards * experts * parts, what="trainer")
     extent = {"data": replicas * shards, "ep": experts, "tp": parts}
     names = [*(name for name in extent if name not in order), *order]
     ranks = np.arange(replicas * shards * experts * parts).reshape([extent[name] for name in names])
     ranks = ranks.transpose([names.index(name) for name in ("data", "ep", "tp")])
     expert = ranks.reshape(replicas, shards, experts, parts)
-    dense_shards = 1 if shards == 1 and replicas > 1 else shards * experts
+    dense_shards = 1 if "ddp" in sizes else shards * experts
     return Mesh(num_stages=sizes.get("pp", 1), dense=expert.reshape(-1, dense_shards, parts), expert=expert)
 
 
@@ -207,6 +207,24 @@ class _Block:
     groups: Ints
 
 
+def _rows_of(boxes: list[Box], num_shards: int, shard: int, *, side_by_side: bool) -> list[Box]:
+    """One FSDP shard of what a tensor-parallel part holds: a chunk of the rows of its boxes.
+
+    The boxes of a fused tensor lie below each other in local memory, or side by side where columns are cut.
+    """
+    if side_by_side:
+        start, length = chunk(boxes[0][1][0], num_shards, shard)
+        return [((lo[0] + start, *lo[1:]), (length, *extent[1:])) for lo, extent in boxes if length]
+    start, length = chunk(sum(extent[0] for _, extent in boxes), num_shards, shard)
+    found, row = [], 0
+    for lo, extent in boxes:
+        first, last = max(start, row), min(start + length, row + extent[0])
+        if first < last:
+            found.append(((lo[0] + first - row, *lo[1:]), (last - first, *extent[1:])))
+        row += extent[0]
+    return found
+
+
 class _Columns:
     """Collects shard rows; equal (shape, placement) pairs share one template of boxes."""
 
@@ -246,13 +264,11 @@ class _Columns:
         stage_bases = np.array(stages) * self._mesh.stage_size
         holders: dict[Box, list[Ints]] = {}
         for tensor_part in range(ranks.shape[2]):
-            for lo, extent in tensor.part_boxes(ranks.shape[2], tensor_part):
-                for shard in range(ranks.shape[1]):
-                    start, length = chunk(extent[0], ranks.shape[1], shard)
-                    if length:
-                        box = ((lo[0] + start, *lo[1:]), (length, *extent[1:]))
-                        members = ranks[:, shard, tensor_part][:, None] + stage_bases
-                        holders.setdefault(box, []).append(members.ravel())
+            boxes = tensor.part_boxes(ranks.shape[2], tensor_part)
+            for shard in range(ranks.shape[1]):
+                members = (ranks[:, shard, tensor_part][:, None] + stage_bases).ravel()
+                for box in _rows_of(boxes, ranks.shape[1], shard, side_by_side=tensor.split_dim == 1):
+                    holders.setdefault(box, []).append(members)
         los, extents = zip(*holders, strict=True)
         extent_column = np.array(extents, dtype=np.int64)
         strides = row_major_strides(extent_column)

@@ -76,6 +76,7 @@ class Prediction:
     pause_s: float
     """How long an engine does not generate."""
     wire_bytes: int
+    """Bytes that cross the network; those inside a link domain do not."""
     stages: dict[str, float]
     """Busy seconds of each stage on the rank where it is longest. Stages overlap: they do not add up."""
     num_chunks: int
@@ -93,16 +94,36 @@ def simulate(
 ) -> Prediction:
     """Predict one update. `phase_of_row` and `prepare` describe systems that work in phases and gather."""
     options, costs = options or Options(), costs or StageCosts()
-    coarse = max(plan.settings.chunk_bytes, plan.total_bytes // MAX_CHUNKS)
-    sized = replace(
-        plan.settings, chunk_bytes=coarse, max_staging_bytes=max(plan.settings.max_staging_bytes, 2 * coarse)
-    )
+    sized = plan.settings
+    if plan.total_bytes > MAX_CHUNKS * sized.chunk_bytes:
+        coarse = plan.total_bytes // MAX_CHUNKS
+        sized = replace(sized, chunk_bytes=coarse, max_staging_bytes=max(sized.max_staging_bytes, 2 * coarse))
     schedule = make_schedule(replace(plan, settings=sized), phase_of_row=phase_of_row)
     run = _Run(plan, schedule, options, costs, Recorder() if record else None)
     num_phases = int(schedule.phase.max()) + 1 if schedule.num_chunks else 0
     for phase in range(num_phases):
         run.phase(phase, prepare[phase] if prepare else None)
     return run.prediction()
+
+
+class _Line:
+    """A resource that serves one chunk at a time: a direction of a NIC port, a link, a host's limit."""
+
+    def __init__(self, keys: NDArray[np.int64], rate: Floats | float) -> None:
+        _, positions = np.unique(keys, return_inverse=True)
+        self._of = positions.tolist()
+        self._rate = np.broadcast_to(np.asarray(rate, dtype=np.float64), len(keys)).tolist()
+        self._free = [0.0] * (max(self._of, default=0) + 1)
+
+    def free_at(self, rank: int) -> float:
+        """When the rank's resource can take the next chunk."""
+        return self._free[self._of[rank]]
+
+    def serve(self, rank: int, start_s: float, size: float, least_s: float = 0.0) -> float:
+        """Keep the rank's resource busy with some bytes, for at least `least_s`; returns the end."""
+        begin = max(start_s, self._free[self._of[rank]])
+        end = self._free[self._of[rank]] = begin + max(size / self._rate[rank], least_s)
+        return end
 
 
 class _Run:
@@ -115,22 +136,22 @@ class _Run:
         self._plan, self._schedule, self._options, self._costs = plan, schedule, options, costs
         self._recorder = recorder
         num_trainers = topology.num_trainers
-        rate = topology.nic.efficiency
-        self._tx_rate = topology.port_rate(topology.port_of(topology.trainer_device)) * rate
-        self._rx_rate = topology.port_rate(topology.port_of(topology.engine_device)) * rate
-        self._tx_rates, self._rx_rates = self._tx_rate.tolist(), self._rx_rate.tolist()
-        self._tx_port = np.unique(topology.port_of(topology.trainer_device), return_inverse=True)[1].tolist()
-        self._rx_port = np.unique(topology.port_of(topology.engine_device), return_inverse=True)[1].tolist()
-        self._tx_free = [0.0] * (max(self._tx_port) + 1)
-        self._rx_free = [0.0] * (max(self._rx_port) + 1)
-        self._link_free = [0.0] * num_trainers
-        self._local = topology.is_local
+        trainers, engines = topology.trainer_device, topology.engine_device
+        reached = topology.nic.efficiency
+        self._tx_rate = topology.port_rate(topology.port_of(trainers)) * reached
+        self._rx_rate = topology.port_rate(topology.port_of(engines)) * reached
+        self._tx = _Line(topology.port_of(trainers), self._tx_rate)
+        self._rx = _Line(topology.port_of(engines), self._rx_rate)
+        self._link_out = _Line(np.arange(num_trainers), topology.link_bytes_per_s)
+        self._link_in = _Line(np.arange(topology.num_engines), topology.link_bytes_per_s)
+        self._uplink_out = _Line(topology.host_of(trainers), topology.uplink_bytes_per_s)
+        self._uplink_in = _Line(topology.host_of(engines), topology.uplink_bytes_per_s)
+        self._cross = _Line(topology.host_of(trainers), topology.cross_rail_bytes_per_s)
         self._stage_free = {stage: [0.0] * num_trainers for stage in ("h2d", "gather", "convert")}
         self._busy: dict[str, Floats] = {}
         self._copy_rate = host.device_gb_per_s * 1e9
-        source_ratio = _source_ratio(plan)
         convert_rate = self._copy_rate * costs.convert_of_copy
-        self._convert_s = schedule.packed_bytes * source_ratio / convert_rate
+        self._convert_s = schedule.packed_bytes * _source_ratio(plan) / convert_rate
         golden = (np.arange(num_trainers) * 0.6180339887) % 1.0
         amax_s = _amax_s(plan, self._copy_rate, costs)
         self._opens = (golden * options.skew_s + costs.control_s + amax_s).tolist()
@@ -191,21 +212,26 @@ class _Run:
         return start
 
     def _write(self, chunk: int, ready: float, gather_nic_s: float) -> None:
-        """Send a chunk through its sender's NIC into its receiver's, or over the link they share."""
-        schedule, nic = self._schedule, self._plan.topology.nic
+        """Send a chunk through every resource between its sender and its receiver; they work on it together."""
+        schedule, topology = self._schedule, self._plan.topology
         s, r = int(schedule.sender[chunk]), int(schedule.receiver[chunk])
         size = float(schedule.num_bytes[chunk])
-        if self._local[s, r]:
-            begin = max(ready, self._link_free[s])
-            end = self._link_free[s] = begin + size / self._plan.topology.link_bytes_per_s
+        if topology.is_local[s, r]:
+            begin = max(ready, self._link_out.free_at(s))
+            end = max(self._link_out.serve(s, begin, size), self._link_in.serve(r, begin, size))
         else:
-            tx, rx = self._tx_port[s], self._rx_port[r]
-            begin = max(ready, self._tx_free[tx])
-            gaps = float(schedule.num_writes[chunk]) * nic.gap_us * 1e-6
-            sent = self._tx_free[tx] = begin + gather_nic_s + max(size / self._tx_rates[s], gaps)
-            arrives = max(begin, self._rx_free[rx])
-            self._rx_free[rx] = arrives + size / self._rx_rates[r]
-            end = max(sent, self._rx_free[rx]) + nic.latency_us * 1e-6
+            begin = max(ready, self._tx.free_at(s))
+            gaps_s = float(schedule.num_writes[chunk]) * topology.nic.gap_us * 1e-6
+            wire_s = max(size / float(self._tx_rate[s]), gaps_s)
+            end = max(
+                self._tx.serve(s, begin, size, gather_nic_s + wire_s),
+                self._rx.serve(r, begin, size),
+                self._uplink_out.serve(s, begin, size),
+                self._uplink_in.serve(r, begin, size),
+            )
+            if topology.changes_rail[s, r]:
+                end = max(end, self._cross.serve(s, begin, size))
+            end += topology.nic.latency_us * 1e-6
         self._done[s].append(end)
         self._write_end = max(self._write_end, end)
         self._span("write", s, chunk, begin, end, lane="nic")
@@ -237,27 +263,20 @@ class _Run:
             predicted_s=predicted_s,
             transfer_s=transfer_s,
             pause_s=predicted_s if in_place else commit_s + costs.control_s,
-            wire_bytes=plan.total_bytes,
+            wire_bytes=int(np.where(plan.topology.is_local, 0, plan.pair_bytes).sum()),
             stages=self._stages(verify_s, commit_s),
             num_chunks=self._schedule.num_chunks,
             recorder=self._recorder,
         )
 
     def _stages(self, verify_s: float, commit_s: float) -> dict[str, float]:
-        schedule = self._schedule
-        num_trainers, num_engines = self._plan.topology.num_trainers, self._plan.topology.num_engines
+        topology, schedule = self._plan.topology, self._schedule
+        wired = np.where(topology.is_local, 0, self._plan.pair_bytes)
+        convert_s = np.bincount(schedule.sender, weights=self._convert_s, minlength=topology.num_trainers)
         stages = {
-            "convert": np.bincount(schedule.sender, weights=self._convert_s, minlength=num_trainers),
-            "send": np.bincount(
-                schedule.sender,
-                weights=schedule.num_bytes / self._tx_rate[schedule.sender],
-                minlength=num_trainers,
-            ),
-            "receive": np.bincount(
-                schedule.receiver,
-                weights=schedule.num_bytes / self._rx_rate[schedule.receiver],
-                minlength=num_engines,
-            ),
+            "convert": np.asarray(convert_s, dtype=np.float64),
+            "send": _port_seconds(topology.port_of(topology.trainer_device), wired.sum(axis=1), self._tx_rate),
+            "receive": _port_seconds(topology.port_of(topology.engine_device), wired.sum(axis=0), self._rx_rate),
             **self._busy,
         }
         longest = {name: float(stages[name].max()) for name in _STAGE_ORDER if name in stages}
@@ -276,6 +295,12 @@ class _Run:
 def _spread(seconds: Floats, queues: list[list[int]]) -> list[float]:
     """Every sender's seconds divided over its chunks."""
     return [float(total) / max(len(queue), 1) for total, queue in zip(seconds, queues, strict=True)]
+
+
+def _port_seconds(ports: NDArray[np.int64], num_bytes: NDArray[np.int64], rate: Floats) -> Floats:
+    """Seconds every port is busy, as each of its ranks sees it."""
+    _, port = np.unique(ports, return_inverse=True)
+    return np.asarray(np.bincount(port, weights=num_bytes)[port] / rate, dtype=np.float64)
 
 
 def _source_ratio(plan: Plan) -> float:

@@ -90,12 +90,12 @@ def _within(
     )
 
 
-def validate(on_stage: Callable[[str], None] = lambda _: None) -> list[Row]:
+def validate(on_progress: Callable[[str], None] = lambda _: None) -> list[Row]:
     """All rows, in order."""
     cases = _Cases()
     rows: list[Row] = []
     for name, check in _CHECKS:
-        on_stage(name)
+        on_progress(name)
         rows.extend(check(cases))
     return rows
 
