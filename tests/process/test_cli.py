@@ -73,9 +73,20 @@ def test_a_preset_can_be_overridden():
 
 @pytest.mark.parametrize("command", [("models",), ("presets",), ("topologies",), ("models", "gpt2")])
 def test_listings(command):
-    rows = json.loads(weft(*command, "--json").stdout)
-    assert rows
-    assert weft(*command).returncode == 0
+    assert json.loads(weft(*command, "--json").stdout)
+
+
+def test_a_listing_for_people():
+    done = weft("topologies")
+    assert done.returncode == 0
+    assert "h100-ib400" in done.stdout
+
+
+def test_validate_runs_the_tests_that_were_asked_for():
+    passing = weft("validate", "--only", "T3,T4", "--json")
+    assert passing.returncode == 0
+    assert {row["id"] for row in json.loads(passing.stdout)} == {"T3", "T4"}
+    assert weft("validate", "--only", "T11").returncode == 1
 
 
 @pytest.mark.parametrize(
@@ -112,6 +123,7 @@ def test_listings(command):
         (("simulate", *SMALL, "--mode", "magic"), "unknown mode"),
         (("simulate", *SMALL, "--skew-ms", "-3"), "skew"),
         (("validate", "--nonsense"), "No such option"),
+        (("validate", "--only", "T99"), "unknown test `T99`"),
     ],
 )
 def test_wrong_input_is_one_clear_error(arguments, message):

@@ -13,6 +13,9 @@ from rich.markup import escape
 from rich.table import Table
 
 out = Console(highlight=False, width=None if sys.stdout.isatty() else 160)
+MAX_TABLE_ROWS = 1000
+"""Longer listings are plain tab-separated lines: a table would have to measure them all first."""
+
 err = Console(stderr=True, highlight=False)
 
 
@@ -42,6 +45,9 @@ def show_table(title: str, keys: tuple[str, ...], rows: list[tuple[Any, ...]], *
     """Rows on stdout: a table, or a JSON list of objects."""
     if as_json:
         print_json([dict(zip(keys, row, strict=True)) for row in rows])
+        return
+    if len(rows) > MAX_TABLE_ROWS:
+        print("\n".join("\t".join(str(cell) for cell in row) for row in rows))
         return
     table = Table(title=title, title_justify="left")
     for key in keys:

@@ -6,7 +6,7 @@ out. A row that does not pass stays, with the reason. Sources: the authors' own 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -90,14 +90,20 @@ def _within(
     )
 
 
-def validate(on_progress: Callable[[str], None] = lambda _: None) -> list[Row]:
-    """All rows, in order."""
+def validate(on_progress: Callable[[str], None] = lambda _: None, *, only: Collection[str] | None = None) -> list[Row]:
+    """All rows in order, or those of some tests."""
     cases = _Cases()
     rows: list[Row] = []
-    for name, check in _CHECKS:
-        on_progress(name)
-        rows.extend(check(cases))
+    for test, (what, check) in _CHECKS.items():
+        if only is None or test in only:
+            on_progress(f"{test} {what}")
+            rows.extend(check(cases))
     return rows
+
+
+def test_ids() -> list[str]:
+    """T1 to T12."""
+    return list(_CHECKS)
 
 
 @dataclass
@@ -522,20 +528,20 @@ def _t12_delta(_: _Cases) -> Iterator[Row]:
         )
 
 
-_CHECKS: tuple[tuple[str, Callable[[_Cases], Iterator[Row]]], ...] = (
-    ("T1 bytes", _t1_bytes),
-    ("T2 balance", _t2_plan),
-    ("T3 micro-benchmarks", _t3_micro),
-    ("T4 one pair", _t4_wire),
-    ("T5 Qwen3-235B", _t5_end_to_end),
-    ("T6 Kimi-K2", _t6_stages),
-    ("T7 miles assignment", _t7_miles_vectors),
-    ("T8 miles times", _t8_crossover),
-    ("T9 serial pipeline stages", _t9_pipeline),
-    ("T10 feed-forward share", _t10_bulk),
-    ("T11 prime-rl phases", _t11_phases),
-    ("T12 delta sizes", _t12_delta),
-)
+_CHECKS: dict[str, tuple[str, Callable[[_Cases], Iterator[Row]]]] = {
+    "T1": ("bytes", _t1_bytes),
+    "T2": ("balance", _t2_plan),
+    "T3": ("micro-benchmarks", _t3_micro),
+    "T4": ("one pair", _t4_wire),
+    "T5": ("Qwen3-235B", _t5_end_to_end),
+    "T6": ("Kimi-K2", _t6_stages),
+    "T7": ("miles assignment", _t7_miles_vectors),
+    "T8": ("miles times", _t8_crossover),
+    "T9": ("serial pipeline stages", _t9_pipeline),
+    "T10": ("feed-forward share", _t10_bulk),
+    "T11": ("prime-rl phases", _t11_phases),
+    "T12": ("delta sizes", _t12_delta),
+}
 
 
 def passed_ids(rows: list[Row]) -> dict[str, bool]:
