@@ -6,7 +6,6 @@ Data goes to stdout (a table, or one JSON object with `--json`), everything else
 
 from __future__ import annotations
 
-import os
 import sys
 from typing import Annotated, Any, NoReturn
 
@@ -60,8 +59,6 @@ def main() -> None:
     except (KeyboardInterrupt, typer.Abort):
         err.print("interrupted")
         sys.exit(130)
-    except BrokenPipeError:  # the reader of our output has gone, as `head` does
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _fail(message: str, hint: str | None) -> NoReturn:

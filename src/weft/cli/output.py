@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -26,9 +28,18 @@ def progress() -> Iterator[Callable[[str], None]]:
         yield lambda stage: status.update(f"{stage} …")
 
 
+def print_text(text: str) -> None:
+    """Text on stdout; if its reader has gone, as `head` does, that is the end and not an error."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise typer.Exit from None
+
+
 def print_json(value: Any) -> None:
     """One line of JSON on stdout."""
-    print(json.dumps(value, ensure_ascii=False))
+    print_text(json.dumps(value, ensure_ascii=False))
 
 
 def show_facts(title: str, facts: dict[str, str]) -> None:
@@ -47,7 +58,7 @@ def show_table(title: str, keys: tuple[str, ...], rows: list[tuple[Any, ...]], *
         print_json([dict(zip(keys, row, strict=True)) for row in rows])
         return
     if len(rows) > MAX_TABLE_ROWS:
-        print("\n".join("\t".join(str(cell) for cell in row) for row in rows))
+        print_text("\n".join("\t".join(str(cell) for cell in row) for row in rows))
         return
     table = Table(title=title, title_justify="left")
     for key in keys:
