@@ -1,0 +1,293 @@
+"""The transport contract: what every way of moving bytes offers, and what is done once for all of them.
+
+A member registers memory and gets two things: a Handle, which never leaves the process, and a Descriptor, which
+travels to the members that may write there. Writers connect to an Endpoint, prepare a Batch of rows (source address,
+destination address, length) once per plan and post it for every version. Writes are one-sided: the target runs no
+code for them. It learns of them by counters only: `arrived(tag)` is the number of bytes landed under a tag, from all
+writers. No order is assumed between writes.
+
+    handle, descriptor = receiver.register(address, num_bytes)
+    peer = sender.connect(receiver.endpoint, [descriptor])
+    batch = sender.prepare(peer, src, dst, length)
+    sender.post(batch, tag=7).wait(timeout_s=5.0)
+    receiver.arrived(7)
+
+Destination addresses are those of the target's own address space. Every row is checked against the registered ranges
+of both sides when a batch is prepared, so that a wrong plan cannot write elsewhere.
+"""
+
+from __future__ import annotations
+
+import abc
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeout
+from dataclasses import dataclass, field
+from typing import Any, Generic, Protocol, Self, TypeVar
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from weft.errors import PeerLost, RegistrationError, TransferTimeout, TransportError
+
+Column = NDArray[np.uint64]
+MAX_TAG = (1 << 63) - 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Capabilities:
+    """What a transport can do, fixed."""
+
+    name: str
+    one_host: bool
+    """Only between processes of one host."""
+    any_memory: bool
+    """Ordinary memory can be a destination; otherwise it must come from `allocate`."""
+    needs_target_cpu: bool
+    """Whether the target must run code for writes to land."""
+
+
+class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a member can be reached; travels over the control plane."""
+
+    transport: str
+    member: str
+    """Its name in messages: `engine 3`."""
+    data: bytes
+    """What only the transport understands."""
+
+
+class Descriptor(msgspec.Struct, frozen=True, kw_only=True):
+    """A range of a member's memory that others may write; travels over the control plane."""
+
+    transport: str
+    address: int
+    num_bytes: int
+    data: bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Handle:
+    """A local registration; never travels."""
+
+    address: int
+    num_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batch:
+    """Rows to write to one peer; prepared once, posted for every version."""
+
+    peer: str
+    src: Column
+    dst: Column
+    """As the transport writes them: mapped into this process, or in the peer's address space."""
+    length: Column
+    num_bytes: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "num_bytes", int(self.length.sum()))
+
+
+class Ticket:
+    """An outstanding write."""
+
+    def __init__(self, future: Future[int], batch: Batch, tag: int) -> None:
+        self._future, self._batch, self._tag = future, batch, tag
+
+    @property
+    def done(self) -> bool:
+        """Whether it has ended, well or not; `wait` tells which."""
+        return self._future.done()
+
+    def wait(self, timeout_s: float = 60.0) -> int:
+        """The bytes written. Raises what went wrong, or TransferTimeout."""
+        try:
+            return self._future.result(timeout=timeout_s)
+        except FutureTimeout:
+            raise TransferTimeout(
+                f"writing {self._batch.num_bytes} bytes to {self._batch.peer} (tag {self._tag}) did not finish in "
+                f"{timeout_s:.1f} s",
+                hint="the peer may be stalled; the version it belongs to must be aborted",
+            ) from None
+
+
+class Ranges:
+    """Registered address ranges, looked up in bulk."""
+
+    def __init__(self) -> None:
+        self._ranges: dict[tuple[int, int], int] = {}
+
+    def add(self, address: int, num_bytes: int) -> None:
+        """Register a range; the same range may be registered several times."""
+        self._ranges[address, num_bytes] = self._ranges.get((address, num_bytes), 0) + 1
+
+    def remove(self, address: int, num_bytes: int) -> None:
+        """Undo one registration."""
+        left = self._ranges[address, num_bytes] - 1
+        if left:
+            self._ranges[address, num_bytes] = left
+        else:
+            del self._ranges[address, num_bytes]
+
+    def find(self, address: Column, length: Column, *, whose: str) -> NDArray[np.int64]:
+        """For every row the number of a range (sorted by address) that contains it; raises if there is none."""
+        starts, ends = self.columns()
+        at = np.searchsorted(starts, address, side="right").astype(np.int64) - 1
+        inside = at >= 0
+        if len(starts):
+            room = ends[np.maximum(at, 0)] - np.minimum(address, ends[np.maximum(at, 0)])
+            inside &= length <= room
+        if not inside.all():
+            row = int(np.flatnonzero(~inside)[0])
+            raise RegistrationError(
+                f"row {row} ({int(length[row])} bytes at {int(address[row]):#x}) is not inside registered memory "
+                f"of {whose}",
+                hint="register the memory first, and prepare batches from its descriptors",
+            )
+        return at
+
+    def columns(self) -> tuple[Column, Column]:
+        """Starts and ends, sorted; of ranges that start together the longest counts."""
+        longest: dict[int, int] = {}
+        for address, num_bytes in self._ranges:
+            longest[address] = max(longest.get(address, 0), num_bytes)
+        starts = np.array(sorted(longest), dtype=np.uint64)
+        return starts, starts + np.array([longest[int(s)] for s in starts], dtype=np.uint64)
+
+
+class Peer(Protocol):
+    """What a transport keeps about a member it writes to."""
+
+    def close(self) -> None:
+        """Let go of the peer and its memory."""
+
+
+AnyPeer = TypeVar("AnyPeer", bound=Peer)
+
+
+class Transport(abc.ABC, Generic[AnyPeer]):
+    """One member's side of a way to move bytes. Thread-safe for `arrived`; the rest is for one owner."""
+
+    capabilities: Capabilities
+
+    def __init__(self, member: str, *, num_threads: int = 1) -> None:
+        self.member = member
+        self._num_threads = num_threads
+        self._registered = Ranges()
+        self._peers: dict[str, AnyPeer] = {}
+        self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"weft-{self.capabilities.name}")
+        self._closed = False
+
+    @property
+    @abc.abstractmethod
+    def endpoint(self) -> Endpoint:
+        """Where others reach this member."""
+
+    def register(self, address: int, num_bytes: int) -> tuple[Handle, Descriptor]:
+        """Allow writes from (as a source) and, where possible, into this memory."""
+        self._check_open()
+        if num_bytes <= 0 or address <= 0:
+            raise RegistrationError(f"cannot register {num_bytes} bytes at {address:#x}")
+        descriptor = self._describe(address, num_bytes)
+        self._registered.add(address, num_bytes)
+        return Handle(address=address, num_bytes=num_bytes), descriptor
+
+    def deregister(self, handle: Handle) -> None:
+        """Undo a registration; batches prepared from it must not be posted any more."""
+        self._registered.remove(handle.address, handle.num_bytes)
+
+    @abc.abstractmethod
+    def _describe(self, address: int, num_bytes: int) -> Descriptor:
+        """The descriptor of some memory."""
+
+    def connect(self, endpoint: Endpoint, descriptors: Sequence[Descriptor]) -> str:
+        """Make a peer's memory writable from here; returns the peer's name. Raises PeerLost if it is gone.
+
+        Connecting again replaces what was known, which is how a peer that was restarted is reached.
+        """
+        self._check_open()
+        wrong = {endpoint.transport, *(part.transport for part in descriptors)} - {self.capabilities.name}
+        if wrong:
+            raise TransportError(f"{endpoint.member} speaks {wrong.pop()}, not {self.capabilities.name}")
+        peer = self._open(endpoint, descriptors)
+        self.disconnect(endpoint.member)
+        self._peers[endpoint.member] = peer
+        return endpoint.member
+
+    @abc.abstractmethod
+    def _open(self, endpoint: Endpoint, descriptors: Sequence[Descriptor]) -> AnyPeer:
+        """Reach a peer."""
+
+    def disconnect(self, peer: str) -> None:
+        """Forget a peer and its memory."""
+        known = self._peers.pop(peer, None)
+        if known is not None:
+            known.close()
+
+    def _known(self, peer: str) -> AnyPeer:
+        if peer not in self._peers:
+            raise PeerLost(f"{self.member} is not connected to {peer}")
+        return self._peers[peer]
+
+    @abc.abstractmethod
+    def prepare(self, peer: str, src: Column, dst: Column, length: Column) -> Batch:
+        """Check and translate rows; raises RegistrationError for a row outside registered memory of either side."""
+
+    def post(self, batch: Batch, tag: int) -> Ticket:
+        """Start writing a batch; the target counts its bytes under `tag` when all of them have landed."""
+        self._check_open()
+        if not 0 < tag <= MAX_TAG:
+            raise TransportError(f"tag {tag} is out of range", hint=f"1 to {MAX_TAG}")
+        return Ticket(self._writer.submit(self._write, batch, tag), batch, tag)
+
+    @abc.abstractmethod
+    def _write(self, batch: Batch, tag: int) -> int:
+        """Write now; runs on the writer thread."""
+
+    @abc.abstractmethod
+    def arrived(self, tag: int) -> int:
+        """Bytes that have landed here under a tag."""
+
+    def wait_arrived(self, tag: int, num_bytes: int, *, timeout_s: float = 60.0) -> None:
+        """Wait until that many bytes have landed; raises TransferTimeout."""
+        wait_until(
+            lambda: self.arrived(tag) >= num_bytes,
+            timeout_s=timeout_s,
+            what=lambda: f"{self.member} has {self.arrived(tag)} of {num_bytes} bytes under tag {tag}",
+        )
+
+    def close(self) -> None:
+        """Finish outstanding writes and release everything; may be called twice."""
+        if not self._closed:
+            self._closed = True
+            self._writer.shutdown(wait=True)
+            for peer in list(self._peers):
+                self.disconnect(peer)
+            self._release()
+
+    def _release(self) -> None:
+        """Give back what the transport holds beside its peers."""
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise TransportError(f"the {self.capabilities.name} transport of {self.member} is closed")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.close()
+
+
+def wait_until(reached: Callable[[], bool], *, timeout_s: float, what: Callable[[], str]) -> None:
+    """Poll with growing pauses up to one millisecond; raises TransferTimeout with `what()`."""
+    deadline = time.monotonic() + timeout_s
+    pause_s = 1e-5
+    while not reached():
+        if time.monotonic() > deadline:
+            raise TransferTimeout(f"{what()} after {timeout_s:.1f} s")
+        time.sleep(pause_s)
+        pause_s = min(pause_s * 2, 1e-3)

@@ -1,0 +1,75 @@
+"""Processes of one host: recognising them, and noticing that they are gone.
+
+Process numbers are reused and mean different processes in different containers, so a process is recognised by its
+number, its start time and the boot it belongs to, and held by a pidfd from then on.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+from pathlib import Path
+
+import msgspec
+
+from weft.errors import PeerLost, TransportError, TransportUnavailable
+
+NUM_CELLS = 4096
+CELL_BYTES = 16
+"""Arrival cells of one target: {tag, bytes}, one for each possible writer."""
+
+
+class ProcessIdentity(msgspec.Struct, frozen=True, kw_only=True):
+    """One process, for as long as it lives."""
+
+    pid: int
+    start_ticks: int
+    boot_id: str
+
+    @classmethod
+    def of(cls, pid: int) -> ProcessIdentity:
+        """The identity of a living process of this host."""
+        stat = Path(f"/proc/{pid}/stat").read_text()
+        return cls(pid=pid, start_ticks=int(stat.rpartition(")")[2].split()[19]), boot_id=boot_id())
+
+
+def boot_id() -> str:
+    """Names this boot of this host."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
+class LivingProcess:
+    """A peer process that was recognised; `check` raises PeerLost once it has ended."""
+
+    def __init__(self, identity: ProcessIdentity, member: str) -> None:
+        if identity.boot_id != boot_id():
+            raise TransportUnavailable(f"{member} is on another host", hint="use the nixl transport between hosts")
+        self.member = member
+        try:
+            self._pidfd = os.pidfd_open(identity.pid)
+        except ProcessLookupError:
+            raise PeerLost(f"{member} (process {identity.pid}) is gone") from None
+        try:
+            now = ProcessIdentity.of(identity.pid)
+        except OSError:
+            now = None
+        if now != identity:
+            os.close(self._pidfd)
+            raise PeerLost(f"{member} (process {identity.pid}) is gone; its number belongs to another process now")
+        self.pid = identity.pid
+
+    def check(self) -> None:
+        """Raise PeerLost if the process has ended."""
+        if select.select([self._pidfd], [], [], 0)[0]:
+            raise PeerLost(f"{self.member} (process {self.pid}) has ended")
+
+    def close(self) -> None:
+        """Let go of the process."""
+        os.close(self._pidfd)
+
+
+def check_writer(number: int) -> int:
+    """A writer's number among all that write to the same targets: the arrival cell it counts in."""
+    if not 0 <= number < NUM_CELLS:
+        raise TransportError(f"writer number {number} is out of range", hint=f"0 to {NUM_CELLS - 1}")
+    return number

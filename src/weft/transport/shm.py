@@ -1,0 +1,182 @@
+"""`shm`: several processes on one host, CPU memory. Writes are plain copies into memory both sides have mapped.
+
+Destinations must lie in memory from `allocate`: anonymous shared memory that vanishes with its processes, so nothing is
+ever left behind in /dev/shm. Sources may be any memory. The target runs no code; arrivals are counted in cells of
+shared memory, one per writer.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+import numpy as np
+
+from weft import native
+from weft.errors import PeerLost, RegistrationError
+from weft.transport.base import Batch, Capabilities, Column, Descriptor, Endpoint, Ranges, Transport
+from weft.transport.host import CELL_BYTES, NUM_CELLS, LivingProcess, ProcessIdentity, check_writer
+
+
+class SharedMemory:
+    """Anonymous memory that other processes can map while this one lives."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self.fd = os.memfd_create("weft", os.MFD_CLOEXEC)
+        os.ftruncate(self.fd, num_bytes)
+        self._map = mmap.mmap(self.fd, num_bytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+        self.num_bytes = num_bytes
+        self.address = _address_of(self._map)
+
+    @classmethod
+    def opened(cls, pid: int, fd: int, num_bytes: int) -> SharedMemory:
+        """Another process's memory, mapped here."""
+        memory = cls.__new__(cls)
+        memory.fd = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
+        if os.fstat(memory.fd).st_size < num_bytes:
+            os.close(memory.fd)
+            raise RegistrationError(f"shared memory {fd} of process {pid} is smaller than {num_bytes} bytes")
+        memory._map = mmap.mmap(memory.fd, num_bytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+        memory.num_bytes = num_bytes
+        memory.address = _address_of(memory._map)
+        return memory
+
+    def array(self) -> np.ndarray:
+        """The memory as bytes."""
+        return np.frombuffer(self._map, dtype=np.uint8)
+
+    def close(self) -> None:
+        """Unmap, unless arrays still use the memory; it is freed with the last user in any case."""
+        os.close(self.fd)
+        try:
+            self._map.close()
+        except BufferError:
+            return
+
+
+def _address_of(mapped: mmap.mmap) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(mapped))
+
+
+class _EndpointData(msgspec.Struct, frozen=True):
+    process: ProcessIdentity
+    cells_fd: int
+
+
+class _DescriptorData(msgspec.Struct, frozen=True):
+    fd: int
+    """Negative: not shared, a source only."""
+    memory_address: int
+    memory_bytes: int
+
+
+@dataclass
+class _Peer:
+    process: LivingProcess
+    cell: int
+    memories: list[SharedMemory]
+    ranges: Ranges = field(default_factory=Ranges)
+    shift: dict[int, int] = field(default_factory=dict)
+    """Registered start in the peer's address space → how far the same byte lies from there in ours."""
+
+    def close(self) -> None:
+        self.process.close()
+        for memory in self.memories:
+            memory.close()
+
+
+class ShmTransport(Transport[_Peer]):
+    """Shared memory between processes of one host."""
+
+    capabilities = Capabilities(name="shm", one_host=True, any_memory=False, needs_target_cpu=False)
+
+    def __init__(self, member: str, *, writer: int = 0, num_threads: int = 1) -> None:
+        """`writer` is this member's number among all that write to the same targets: its arrival cell."""
+        super().__init__(member, num_threads=num_threads)
+        self._cell_offset = check_writer(writer) * CELL_BYTES
+        self._cells = SharedMemory(NUM_CELLS * CELL_BYTES)
+        self._memories: list[SharedMemory] = []
+
+    @property
+    def endpoint(self) -> Endpoint:
+        """This process and its arrival cells."""
+        data = _EndpointData(ProcessIdentity.of(os.getpid()), self._cells.fd)
+        return Endpoint(transport="shm", member=self.member, data=msgspec.msgpack.encode(data))
+
+    def allocate(self, num_bytes: int) -> SharedMemory:
+        """Memory that may be a destination; freed with the transport."""
+        self._check_open()
+        self._memories.append(SharedMemory(num_bytes))
+        return self._memories[-1]
+
+    def _describe(self, address: int, num_bytes: int) -> Descriptor:
+        data = _DescriptorData(-1, 0, 0)
+        for memory in self._memories:
+            if memory.address <= address and address + num_bytes <= memory.address + memory.num_bytes:
+                data = _DescriptorData(memory.fd, memory.address, memory.num_bytes)
+        return Descriptor(transport="shm", address=address, num_bytes=num_bytes, data=msgspec.msgpack.encode(data))
+
+    def _open(self, endpoint: Endpoint, descriptors: Sequence[Descriptor]) -> _Peer:
+        """Map the peer's memory and its arrival cells."""
+        where = msgspec.msgpack.decode(endpoint.data, type=_EndpointData)
+        peer = _Peer(process=LivingProcess(where.process, endpoint.member), cell=0, memories=[])
+        try:
+            cells = SharedMemory.opened(peer.process.pid, where.cells_fd, NUM_CELLS * CELL_BYTES)
+            peer.memories.append(cells)
+            peer.cell = cells.address + self._cell_offset
+            mapped: dict[int, SharedMemory] = {}
+            for descriptor in descriptors:
+                self._map_descriptor(peer, descriptor, mapped)
+        except FileNotFoundError:
+            peer.close()
+            raise PeerLost(f"{endpoint.member} (process {peer.process.pid}) is gone") from None
+        except BaseException:
+            peer.close()
+            raise
+        return peer
+
+    def _map_descriptor(self, peer: _Peer, descriptor: Descriptor, mapped: dict[int, SharedMemory]) -> None:
+        data = msgspec.msgpack.decode(descriptor.data, type=_DescriptorData)
+        if data.fd < 0:
+            raise RegistrationError(
+                f"memory of {peer.process.member} at {descriptor.address:#x} is not shared and cannot be written",
+                hint="allocate destinations with the transport, or use the cma transport",
+            )
+        if data.fd not in mapped:
+            mapped[data.fd] = SharedMemory.opened(peer.process.pid, data.fd, data.memory_bytes)
+            peer.memories.append(mapped[data.fd])
+        last = descriptor.address + descriptor.num_bytes
+        if not data.memory_address <= descriptor.address <= last <= data.memory_address + data.memory_bytes:
+            raise RegistrationError(f"a descriptor of {peer.process.member} lies outside its shared memory")
+        peer.ranges.add(descriptor.address, descriptor.num_bytes)
+        peer.shift[descriptor.address] = mapped[data.fd].address - data.memory_address
+
+    def prepare(self, peer: str, src: Column, dst: Column, length: Column) -> Batch:
+        """Translate the peer's addresses into this process's mapping of them."""
+        known = self._known(peer)
+        self._registered.find(src, length, whose=self.member)
+        at = known.ranges.find(dst, length, whose=peer)
+        starts, _ = known.ranges.columns()
+        shift = np.array([known.shift[int(start)] for start in starts], dtype=np.int64)
+        mapped = (dst.astype(np.int64) + shift[at]).astype(np.uint64)
+        return Batch(peer=peer, src=np.ascontiguousarray(src), dst=mapped, length=np.ascontiguousarray(length))
+
+    def _write(self, batch: Batch, tag: int) -> int:
+        peer = self._known(batch.peer)
+        peer.process.check()
+        copied = native.copy(batch.dst, batch.src, batch.length, num_threads=self._num_threads)
+        native.publish(peer.cell, tag, copied)
+        peer.process.check()
+        return copied
+
+    def arrived(self, tag: int) -> int:
+        """Bytes counted in this member's cells."""
+        return native.arrived(self._cells.address, NUM_CELLS, tag)
+
+    def _release(self) -> None:
+        for memory in (*self._memories, self._cells):
+            memory.close()

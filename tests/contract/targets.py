@@ -1,0 +1,115 @@
+"""A member that is written to, in a process of its own; driven over a pipe so that tests can look at its memory."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+from typing import Any
+
+import numpy as np
+
+from weft.transport.base import Descriptor, Endpoint
+from weft.transport.cma import CmaTransport
+from weft.transport.local import LocalNetwork, LocalTransport
+from weft.transport.shm import ShmTransport
+
+ANSWER_S = 20.0
+
+
+def _memory(transport: Any, num_bytes: int) -> tuple[np.ndarray, int]:
+    if isinstance(transport, ShmTransport):
+        memory = transport.allocate(num_bytes)
+        return memory.array(), memory.address
+    array = np.zeros(num_bytes, dtype=np.uint8)
+    return array, array.ctypes.data
+
+
+def _serve(pipe: Any, kind: str, num_bytes: int) -> None:
+    """The target process: registers memory, then answers questions until told to stop."""
+    transport = {"shm": ShmTransport, "cma": CmaTransport}[kind]("engine 0")
+    array, address = _memory(transport, num_bytes)
+    handle, descriptor = transport.register(address, num_bytes)
+    pipe.send((transport.endpoint, descriptor))
+    while (request := pipe.recv()) is not None:
+        name, value = request
+        if name == "arrived":
+            pipe.send(transport.arrived(value))
+        elif name == "bytes":
+            pipe.send(array.tobytes())
+        elif name == "spin":
+            pipe.send("spinning")
+            while not pipe.poll():
+                pass
+    transport.deregister(handle)
+    transport.close()
+
+
+class ProcessTarget:
+    """A target in another process."""
+
+    def __init__(self, kind: str, num_bytes: int) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(target=_serve, args=(theirs, kind, num_bytes), daemon=True)
+        self._process.start()
+        theirs.close()
+        self.endpoint: Endpoint
+        self.descriptor: Descriptor
+        self.endpoint, self.descriptor = self._answer()
+
+    def _answer(self) -> Any:
+        assert self._pipe.poll(ANSWER_S), "the target does not answer"
+        return self._pipe.recv()
+
+    def arrived(self, tag: int) -> int:
+        self._pipe.send(("arrived", tag))
+        return int(self._answer())
+
+    def bytes(self) -> bytes:
+        self._pipe.send(("bytes", None))
+        return bytes(self._answer())
+
+    def keep_busy(self) -> None:
+        """Make the target's interpreter spin, holding its lock most of the time, until the next question."""
+        self._pipe.send(("spin", None))
+        self._answer()
+
+    def stop(self) -> None:
+        os.kill(self._process.pid, signal.SIGSTOP)
+
+    def resume(self) -> None:
+        os.kill(self._process.pid, signal.SIGCONT)
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.join(ANSWER_S)
+
+    def close(self) -> None:
+        if self._process.is_alive():
+            self._pipe.send(None)
+            self._process.join(ANSWER_S)
+        self._process.kill()
+        self._pipe.close()
+
+
+class LocalTarget:
+    """A target in this process."""
+
+    def __init__(self, network: LocalNetwork, num_bytes: int) -> None:
+        self._transport = LocalTransport("engine 0", network)
+        self._array, address = _memory(self._transport, num_bytes)
+        _, self.descriptor = self._transport.register(address, num_bytes)
+        self.endpoint = self._transport.endpoint
+
+    def arrived(self, tag: int) -> int:
+        return self._transport.arrived(tag)
+
+    def bytes(self) -> bytes:
+        return self._array.tobytes()
+
+    def kill(self) -> None:
+        self._transport.close()
+
+    def close(self) -> None:
+        self._transport.close()
