@@ -56,3 +56,11 @@ class PeerLost(TransportError):
 
 class TransferTimeout(TransportError):
     """A transfer did not finish before its deadline."""
+
+
+class ProtocolError(WeftError):
+    """A control message is not one of ours, or does not fit the moment."""
+
+
+class AuthError(WeftError):
+    """A member has no key, or not one that is allowed."""

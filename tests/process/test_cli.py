@@ -144,3 +144,11 @@ def test_a_closed_pipe_is_not_an_error():
 
 def test_errors_come_with_a_hint():
     assert "hint:" in weft("plan", "qwen3-235", "--trainer", "fsdp2", "--engine", "tp2").stderr
+
+
+def test_keys_are_made_once(tmp_path):
+    done = weft("keys", "controller", "trainer", "--folder", str(tmp_path / "k"), "--json")
+    assert [path.rpartition("/")[2] for path in json.loads(done.stdout)] == ["controller.key", "trainer.key"]
+    again = weft("keys", "trainer", "--folder", str(tmp_path / "k"))
+    assert again.returncode == 2
+    assert "exists already" in again.stderr

@@ -13,6 +13,7 @@ import typer
 from rich.markup import escape
 
 from weft import __version__
+from weft.cli.keys import keys_command
 from weft.cli.lists import models_command, presets_command, topologies_command
 from weft.cli.output import err, out
 from weft.cli.plan import plan_command
@@ -33,6 +34,7 @@ app = typer.Typer(
 app.command("plan")(plan_command)
 app.command("simulate")(simulate_command)
 app.command("validate")(validate_command)
+app.command("keys")(keys_command)
 app.command("models")(models_command)
 app.command("presets")(presets_command)
 app.command("topologies")(topologies_command)

@@ -1,0 +1,28 @@
+"""`weft keys`: key pairs for the controller and its members."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from weft.cli.case_options import Json
+from weft.cli.output import err, print_json, print_text
+from weft.runtime.keys import make_keys
+
+
+def keys_command(
+    names: Annotated[list[str], typer.Argument(help="Whose keys: controller, trainer, engine, …")],
+    folder: Annotated[Path, typer.Option(help="Where the key files go.")] = Path("keys"),
+    as_json: Json = False,
+) -> None:
+    """Make a key pair for each name: NAME.key stays with its owner, NAME.pub goes to those who shall trust it."""
+    made = [str(path) for path in make_keys(folder, names)]
+    if as_json:
+        print_json(made)
+        return
+    print_text("\n".join(made))
+    err.print(
+        "keep .key files secret; the controller needs the .pub file of every member, members that of the controller"
+    )

@@ -1,0 +1,216 @@
+"""Control channels over real sockets: messages, keys, strangers, restarts."""
+
+from __future__ import annotations
+
+import random
+import resource
+import time
+
+import msgspec
+import pytest
+import zmq
+
+from weft.errors import AuthError, ConfigError, ProtocolError
+from weft.runtime.channel import Client, Server
+from weft.runtime.keys import load_allowed, load_keys, load_public, make_keys
+
+ANYWHERE = "tcp://127.0.0.1:*"
+SOON_S = 5.0
+
+
+class Ping(msgspec.Struct, tag=True, forbid_unknown_fields=True):
+    number: int
+
+
+class Pong(msgspec.Struct, tag=True, forbid_unknown_fields=True):
+    number: int
+    names: list[str] = []
+
+
+MESSAGES = Ping | Pong
+
+
+@pytest.fixture
+def server():
+    with Server(ANYWHERE, messages=MESSAGES, max_message_bytes=1 << 20) as made:
+        yield made
+
+
+def test_messages_go_both_ways(server):
+    with Client(server.address, member="trainer 0", messages=MESSAGES) as client:
+        client.send(Ping(number=1))
+        received = server.receive(SOON_S)
+        assert (received.member, received.message) == ("trainer 0", Ping(number=1))
+        assert server.send("trainer 0", Pong(number=1, names=["a"]))
+        assert client.receive(SOON_S) == Pong(number=1, names=["a"])
+
+
+def test_waiting_has_a_deadline_on_both_ends(server):
+    with Client(server.address, member="trainer 0", messages=MESSAGES) as client:
+        started = time.monotonic()
+        assert server.receive(0.1) is None
+        assert client.receive(0.1) is None
+        assert time.monotonic() - started < SOON_S
+
+
+def test_sending_to_a_member_that_is_not_there_says_so(server):
+    assert not server.send("engine 9", Ping(number=1))
+    assert server.statistics().num_unreachable == 1
+
+
+def test_a_restarted_member_takes_its_name_over(server):
+    first = Client(server.address, member="engine 0", messages=MESSAGES)
+    first.send(Ping(number=1))
+    assert server.receive(SOON_S).message == Ping(number=1)
+    with Client(server.address, member="engine 0", messages=MESSAGES) as second:
+        second.send(Ping(number=2))
+        assert server.receive(SOON_S).message == Ping(number=2)
+        assert server.send("engine 0", Pong(number=2))
+        assert second.receive(SOON_S) == Pong(number=2)
+    first.close()
+
+
+def test_a_client_may_come_before_its_server():
+    with Server(ANYWHERE, messages=MESSAGES) as early:
+        address = early.address
+    with Client(address, member="trainer 0", messages=MESSAGES) as client:
+        client.send(Ping(number=3))
+        with Server(address, messages=MESSAGES) as server:
+            assert server.receive(SOON_S).message == Ping(number=3)
+
+
+def test_strangers_frames_are_dropped_and_counted(server):
+    """100,000 random and mutated frames: nothing crashes, nothing grows, members are still served."""
+    rng = random.Random(0)
+    good = msgspec.msgpack.encode(Ping(number=7))
+    context = zmq.Context()
+    stranger = context.socket(zmq.DEALER)
+    stranger.connect(server.address)
+    num_good = 0
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    for i in range(100_000):
+        if i % 3:
+            frame = rng.randbytes(rng.randrange(40))
+        else:
+            mutated = bytearray(good)
+            mutated[rng.randrange(len(mutated))] ^= 1 << rng.randrange(8)
+            frame = bytes(mutated)
+        stranger.send_multipart([frame] if i % 7 else [frame, b"", frame])
+        while (received := server.receive(0.0)) is not None:
+            assert isinstance(received.message, Ping | Pong)
+            num_good += 1
+    deadline = time.monotonic() + 30
+    while server.statistics().num_malformed + num_good < 100_000 and time.monotonic() < deadline:
+        num_good += server.receive(0.01) is not None
+    stranger.close(linger=0)
+    context.term()
+    statistics = server.statistics()
+    assert statistics.num_malformed + num_good == 100_000
+    assert statistics.num_malformed > 60_000
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100 * 1024
+    with Client(server.address, member="trainer 0", messages=MESSAGES) as client:
+        client.send(Ping(number=8))
+        assert server.receive(SOON_S).message == Ping(number=8)
+
+
+def test_oversized_messages_never_arrive(server):
+    with Client(server.address, member="trainer 0", messages=MESSAGES) as client:
+        client.send(Pong(number=1, names=["x" * (2 << 20)]))
+        assert server.receive(0.5) is None
+
+
+def test_what_is_no_message_is_an_error_for_a_client(server):
+    with Client(server.address, member="trainer 0", messages=MESSAGES) as client:
+        client.send(Ping(number=1))
+        server.receive(SOON_S)
+        server._socket.send_multipart([b"trainer 0", b"\xc1"])
+        with pytest.raises(ProtocolError, match="no message"):
+            client.receive(SOON_S)
+
+
+@pytest.fixture
+def keys(tmp_path):
+    make_keys(tmp_path, ["controller", "trainer"])
+    make_keys(tmp_path / "elsewhere", ["stranger"])
+    return tmp_path
+
+
+def secured(keys, **more):
+    return Server(
+        ANYWHERE, messages=MESSAGES, keys=load_keys(keys / "controller.key"), allowed=load_allowed(keys), **more
+    )
+
+
+def test_members_with_an_allowed_key_are_served(keys):
+    public = load_public(keys / "controller.pub")
+    with (
+        secured(keys) as server,
+        Client(
+            server.address,
+            member="trainer 0",
+            messages=MESSAGES,
+            keys=load_keys(keys / "trainer.key"),
+            server_public=public,
+        ) as client,
+    ):
+        client.send(Ping(number=1))
+        assert server.receive(SOON_S).message == Ping(number=1)
+
+
+def test_a_key_that_is_not_allowed_is_refused_within_seconds(keys):
+    public = load_public(keys / "controller.pub")
+    stranger = load_keys(keys / "elsewhere" / "stranger.key")
+    with (
+        secured(keys) as server,
+        Client(server.address, member="trainer 0", messages=MESSAGES, keys=stranger, server_public=public) as client,
+    ):
+        client.send(Ping(number=1))
+        with pytest.raises(AuthError, match="refused trainer 0"):
+            client.receive(SOON_S)
+        assert server.receive(0.2) is None
+
+
+def test_a_client_without_a_key_is_not_heard(keys):
+    with secured(keys) as server, Client(server.address, member="trainer 0", messages=MESSAGES) as client:
+        client.send(Ping(number=1))
+        assert server.receive(0.5) is None
+
+
+@pytest.mark.parametrize("address", ["tcp://0.0.0.0:*", "tcp://*:7070", "tcp://10.1.2.3:7070", "tcp://[::]:7070"])
+def test_listening_beyond_loopback_needs_keys(address):
+    with pytest.raises(AuthError, match="without keys"):
+        Server(address, messages=MESSAGES)
+
+
+@pytest.mark.parametrize("address", ["", "127.0.0.1:70", "ipc:///tmp/x", "tcp://127.0.0.1", "tcp://127.0.0.1:70000"])
+def test_impossible_addresses(address):
+    with pytest.raises(ConfigError):
+        Server(address, messages=MESSAGES)
+
+
+def test_a_port_in_use_is_named(server):
+    with pytest.raises(ConfigError, match="cannot listen"):
+        Server(server.address, messages=MESSAGES)
+
+
+def test_half_a_key_is_refused(keys):
+    with pytest.raises(AuthError, match="both"):
+        Client("tcp://127.0.0.1:1", member="t", messages=MESSAGES, keys=load_keys(keys / "trainer.key"))
+
+
+def test_key_files(keys, tmp_path):
+    assert (keys / "trainer.key").stat().st_mode & 0o777 == 0o600
+    assert "secret" not in repr(load_keys(keys / "trainer.key"))
+    with pytest.raises(ConfigError, match="exists already"):
+        make_keys(keys, ["new", "trainer"])
+    assert not (keys / "new.key").exists()
+    with pytest.raises(ConfigError, match="cannot name a key"):
+        make_keys(keys, ["../evil"])
+    (keys / "trainer.key").chmod(0o644)
+    with pytest.raises(AuthError, match="read by others"):
+        load_keys(keys / "trainer.key")
+    with pytest.raises(AuthError, match=r"no `\.pub` file"):
+        load_allowed(tmp_path / "nothing")
+    (keys / "bad.pub").write_text('public = "short"')
+    with pytest.raises(AuthError, match="holds no public key"):
+        load_allowed(keys)
