@@ -64,3 +64,7 @@ class ProtocolError(WeftError):
 
 class AuthError(WeftError):
     """A member has no key, or not one that is allowed."""
+
+
+class VersionError(WeftError):
+    """A version does not fit: published out of order, or on the wrong base."""

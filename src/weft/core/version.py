@@ -1,0 +1,184 @@
+"""The life of a version, as a pure state machine: published → staged → ready everywhere → committed, or aborted.
+
+The controller feeds it what members report and does what it decides. One version is open at a time. Trainers publish
+it; engine ranks report that they hold it whole and verified (*ready*); when enough engines are ready it is decided
+once, for all: commit or abort. If a member that is needed fails before the decision, the version is aborted everywhere
+and the last committed one keeps serving. After the decision nothing can undo it.
+
+    ledger = VersionLedger(num_trainers=2, engines={0: 2}, policy=CommitPolicy.ALL)
+    ledger.publish(trainer=0, version=7)
+    ledger.publish(trainer=1, version=7)
+    ledger.ready(engine=0, rank=0, version=7)        # None: rank 1 is missing
+    ledger.ready(engine=0, rank=1, version=7)        # Decision(version=7, commit=True, engines=(0,))
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from weft.errors import VersionError
+
+
+class CommitPolicy(enum.StrEnum):
+    """How many engines a version needs."""
+
+    ALL = "all"
+    """Every engine; one that fails aborts the version."""
+    QUORUM = "quorum"
+    """A number of engines; those that fail are dropped while enough are left."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decision:
+    """What happens to a version, on which engines."""
+
+    version: int
+    commit: bool
+    engines: tuple[int, ...]
+    """Engines that commit; empty for an abort."""
+    reason: str = ""
+
+
+@dataclass(slots=True)
+class _Open:
+    """The version that is being transferred."""
+
+    version: int
+    published: set[int] = field(default_factory=set)
+    ready: set[tuple[int, int]] = field(default_factory=set)
+
+
+class VersionLedger:
+    """What is known about versions; every method that may decide returns the decision or None."""
+
+    def __init__(
+        self,
+        *,
+        num_trainers: int,
+        engines: Mapping[int, int],
+        policy: CommitPolicy = CommitPolicy.ALL,
+        quorum: int = 0,
+    ) -> None:
+        """`engines` maps each engine to its number of ranks; `quorum` is the least number of engines to commit on."""
+        if num_trainers < 1 or not engines or min(engines.values()) < 1:
+            raise VersionError(f"{num_trainers} trainers and engines {dict(engines)} cannot share versions")
+        if policy is CommitPolicy.QUORUM and not 1 <= quorum <= len(engines):
+            raise VersionError(f"a quorum of {quorum} out of {len(engines)} engines", hint=f"1 to {len(engines)}")
+        self._num_trainers = num_trainers
+        self._engines = dict(engines)
+        self._needed = len(engines) if policy is CommitPolicy.ALL else quorum
+        self._policy = policy
+        self._open: _Open | None = None
+        self._committed: int | None = None
+        self._last_decided = -1
+
+    @property
+    def committed(self) -> int | None:
+        """The version engines serve, if any was committed."""
+        return self._committed
+
+    @property
+    def open_version(self) -> int | None:
+        """The version being transferred, if any."""
+        return self._open.version if self._open else None
+
+    @property
+    def engines(self) -> tuple[int, ...]:
+        """Engines that are still members."""
+        return tuple(sorted(self._engines))
+
+    def publish(self, *, trainer: int, version: int) -> None:
+        """A trainer offers a version; the first one opens it."""
+        if not 0 <= trainer < self._num_trainers:
+            raise VersionError(f"trainer {trainer} is not one of {self._num_trainers}")
+        if self._open is None:
+            if version <= self._last_decided:
+                raise VersionError(
+                    f"trainer {trainer} published version {version}, but version {self._last_decided} was decided "
+                    "already",
+                    hint="versions must grow",
+                )
+            self._open = _Open(version)
+        if version != self._open.version:
+            raise VersionError(
+                f"trainer {trainer} published version {version} while version {self._open.version} is open",
+                hint="all trainers publish the same version, one after the other",
+            )
+        if trainer in self._open.published:
+            raise VersionError(f"trainer {trainer} published version {version} twice")
+        self._open.published.add(trainer)
+
+    def ready(self, *, engine: int, rank: int, version: int) -> Decision | None:
+        """An engine rank holds the version, whole and verified. Late reports of decided versions are ignored."""
+        if self._open is None or version != self._open.version:
+            if version > self._last_decided:
+                raise VersionError(
+                    f"engine {engine} rank {rank} is ready with version {version}, which nobody published"
+                )
+            return None
+        if engine not in self._engines:
+            return None
+        if not 0 <= rank < self._engines[engine]:
+            raise VersionError(f"engine {engine} has no rank {rank}")
+        if len(self._open.published) < self._num_trainers:
+            missing = sorted(set(range(self._num_trainers)) - self._open.published)
+            raise VersionError(
+                f"engine {engine} rank {rank} is ready with version {version} before trainers {missing} published it"
+            )
+        self._open.ready.add((engine, rank))
+        return self._commit_if_enough()
+
+    def _ready_engines(self) -> tuple[int, ...]:
+        if self._open is None:
+            return ()
+        reported = self._open.ready
+        return tuple(e for e in self.engines if all((e, rank) in reported for rank in range(self._engines[e])))
+
+    def _commit_if_enough(self) -> Decision | None:
+        """Commit when every engine that is left is ready, and they are enough."""
+        ready = self._ready_engines()
+        if self._open is None or len(ready) < max(self._needed, 1) or len(ready) < len(self._engines):
+            return None
+        version = self._open.version
+        self._open, self._committed, self._last_decided = None, version, version
+        return Decision(version=version, commit=True, engines=ready)
+
+    def _abort(self, reason: str) -> Decision | None:
+        if self._open is None:
+            return None
+        version = self._open.version
+        self._open, self._last_decided = None, version
+        return Decision(version=version, commit=False, engines=(), reason=reason)
+
+    def trainer_failed(self, trainer: int, reason: str) -> Decision | None:
+        """A trainer cannot finish the open version."""
+        return self._abort(f"trainer {trainer}: {reason}")
+
+    def engine_failed(self, engine: int, reason: str) -> Decision | None:
+        """An engine cannot take the open version, or is gone. With a quorum it is dropped while enough are left."""
+        if engine not in self._engines:
+            return None
+        if self._policy is CommitPolicy.ALL or len(self._engines) - 1 < self._needed:
+            return self._abort(f"engine {engine}: {reason}")
+        del self._engines[engine]
+        return self._commit_if_enough()
+
+    def timed_out(self, reason: str) -> Decision | None:
+        """The deadline of the open version has passed: engines that are not ready are dropped, or it is aborted."""
+        ready = self._ready_engines()
+        if self._policy is CommitPolicy.ALL or len(ready) < self._needed:
+            return self._abort(reason)
+        self._engines = {engine: self._engines[engine] for engine in ready}
+        return self._commit_if_enough()
+
+    def join(self, *, engine: int, num_ranks: int) -> None:
+        """A new or returning engine takes part from the next version on."""
+        if self._open is not None:
+            raise VersionError(f"engine {engine} cannot join while version {self._open.version} is open")
+        if engine in self._engines or num_ranks < 1:
+            raise VersionError(f"engine {engine} with {num_ranks} ranks cannot join")
+        self._engines[engine] = num_ranks
+        if self._policy is CommitPolicy.ALL:
+            self._needed = len(self._engines)
