@@ -102,19 +102,24 @@ def _convert(plan: Plan, row: int, view: Array, scales: NDArray[np.float32] | No
 
 def _trainer_memory(plan: Plan, full: dict[str, Array]) -> dict[tuple[int, int], Array]:
     """For each (rank, shard row): a strided view into a flat buffer of that rank, filled with the shard."""
-    memory = {}
     layout = plan.trainer
-    for shard in range(len(layout.lo)):
-        source = full[layout.tensors[layout.tensor_of[shard]].name]
-        source = source.reshape(source.shape + (1,) * (layout.num_dims - source.ndim))
-        lo, extent, strides = layout.lo[shard], layout.extent[shard], layout.strides[shard]
-        box = source[tuple(slice(a, a + n) for a, n in zip(lo, extent, strict=True))]
-        for rank in layout.groups.of(int(layout.group_of[shard])):
-            flat = np.zeros(int(((extent - 1) * strides).sum()) + 1, dtype=source.dtype)
-            view = np.lib.stride_tricks.as_strided(flat, tuple(extent), tuple(strides * source.dtype.itemsize))
-            view[...] = box
-            memory[int(rank), shard] = view
-    return memory
+    return {
+        (int(rank), shard): shard_memory(plan, full, shard)[1]
+        for shard in range(len(layout.lo))
+        for rank in layout.groups.of(int(layout.group_of[shard]))
+    }
+
+
+def shard_memory(plan: Plan, full: dict[str, Array], shard: int) -> tuple[Array, Array]:
+    """A flat buffer that holds one shard as its strides say, and the strided view of the shard in it."""
+    layout = plan.trainer
+    source = full[layout.tensors[layout.tensor_of[shard]].name]
+    source = source.reshape(source.shape + (1,) * (layout.num_dims - source.ndim))
+    extent, strides = layout.extent[shard], layout.strides[shard]
+    flat = np.zeros(int(((extent - 1) * strides).sum()) + 1, dtype=source.dtype)
+    view = np.lib.stride_tricks.as_strided(flat, tuple(extent), tuple(strides * source.dtype.itemsize))
+    view[...] = source[tuple(slice(a, a + n) for a, n in zip(layout.lo[shard], extent, strict=True))]
+    return flat, view
 
 
 def _engine_memory(plan: Plan) -> Executed:

@@ -55,16 +55,22 @@ def row_major_strides(extent: Ints) -> Ints:
 
 def contiguous_run(extent: Ints, *strides_of: Ints) -> NDArray[np.int64]:
     """Elements, from the first one on, that lie next to each other in every one of the given memories."""
+    return split_contiguous(extent, *strides_of)[0]
+
+
+def split_contiguous(extent: Ints, *strides_of: Ints) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """The length of the contiguous runs of each box, and the extents that are left to walk from run to run."""
+    outer = np.array(extent, dtype=np.int64)
     run = np.ones(len(extent), dtype=np.int64)
     unbroken = np.ones(len(extent), dtype=bool)
     for dim in range(extent.shape[1] - 1, -1, -1):
         adjacent = np.ones(len(extent), dtype=bool)
         for strides in strides_of:
             adjacent &= strides[:, dim] == run
-        single = extent[:, dim] == 1
-        unbroken &= adjacent | single
-        run = np.where(unbroken, run * extent[:, dim], run)
-    return run
+        unbroken &= adjacent | (outer[:, dim] == 1)
+        run = np.where(unbroken, run * outer[:, dim], run)
+        outer[:, dim] = np.where(unbroken, 1, outer[:, dim])
+    return run, outer
 
 
 def cover_defects(owner: Ints, lo: Ints, extent: Ints, shapes: Ints) -> dict[int, int]:
