@@ -39,4 +39,5 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 $(VENV)/.dev: $(VENV)/.installed
 	@echo "installing the development tools into $(VENV) …" >&2
 	@$(PIP) install -c constraints.txt -e '.[dev]'
+	@$(PIP) install --no-deps nixl-cu13==1.5.1   # its declared torch is not needed for CPU memory
 	@touch $@

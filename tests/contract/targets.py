@@ -12,9 +12,17 @@ import numpy as np
 from weft.transport.base import Descriptor, Endpoint
 from weft.transport.cma import CmaTransport
 from weft.transport.local import LocalNetwork, LocalTransport
+from weft.transport.nixl import NixlTransport
 from weft.transport.shm import ShmTransport
 
 ANSWER_S = 20.0
+
+
+def make_transport(kind: str, member: str, *, writer: int = 0) -> Any:
+    """A transport between processes; NIXL stays on loopback."""
+    if kind == "nixl":
+        return NixlTransport(member, devices="lo")
+    return {"shm": ShmTransport, "cma": CmaTransport}[kind](member, writer=writer)
 
 
 def _memory(transport: Any, num_bytes: int) -> tuple[np.ndarray, int]:
@@ -27,7 +35,7 @@ def _memory(transport: Any, num_bytes: int) -> tuple[np.ndarray, int]:
 
 def _serve(pipe: Any, kind: str, num_bytes: int) -> None:
     """The target process: registers memory, then answers questions until told to stop."""
-    transport = {"shm": ShmTransport, "cma": CmaTransport}[kind]("engine 0")
+    transport = make_transport(kind, "engine 0")
     array, address = _memory(transport, num_bytes)
     handle, descriptor = transport.register(address, num_bytes)
     pipe.send((transport.endpoint, descriptor))

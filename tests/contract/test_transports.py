@@ -1,4 +1,4 @@
-"""One contract, every transport: the same tests over `local`, `shm` and `cma`, the last two with real processes."""
+"""One contract, every transport: the same tests over `local`, `shm`, `cma` and `nixl`, with real processes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import time
 import numpy as np
 import pytest
 
-from tests.contract.targets import LocalTarget, ProcessTarget
+from tests.contract.targets import LocalTarget, ProcessTarget, make_transport
 from weft.errors import PeerLost, RegistrationError, TransferTimeout, TransportError
 from weft.transport.cma import CmaTransport
 from weft.transport.local import LocalNetwork, LocalTransport
@@ -15,7 +15,7 @@ from weft.transport.shm import ShmTransport
 
 NUM_BYTES = 1 << 20
 SOON_S = 5.0
-KINDS = ("local", "shm", "cma")
+KINDS = ("local", "shm", "cma", "nixl")
 
 
 class Pair:
@@ -36,7 +36,7 @@ class Pair:
         if self.kind == "local":
             writer = LocalTransport(f"trainer {number}", self.network)
         else:
-            writer = {"shm": ShmTransport, "cma": CmaTransport}[self.kind](f"trainer {number}", writer=number)
+            writer = make_transport(self.kind, f"trainer {number}", writer=number)
         writer.register(self.source.ctypes.data, NUM_BYTES)
         return writer
 

@@ -1,0 +1,216 @@
+"""`nixl`: RDMA, NVLink, TCP or shared memory through NIXL and UCX; the engine between hosts.
+
+Precautions that were measured to matter: the wrapper's progress thread spins a whole core unless it is given a pause;
+NIXL never times out, so every write has its own deadline; one large descriptor is never split, so rows are cut into
+pieces; an agent's name must be new after a restart. The target's progress thread acknowledges writes, not its Python
+code.
+"""
+
+from __future__ import annotations
+
+import importlib
+import threading
+import time
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from weft.errors import PeerLost, RegistrationError, TransferTimeout, TransportError, TransportUnavailable
+from weft.transport.base import Batch, Capabilities, Column, Descriptor, Endpoint, Handle, Ranges, Transport
+
+PIECE_BYTES = 4 << 20
+PROGRESS_PAUSE_US = 1000
+WRITE_DEADLINE_S = 60.0
+_MODULES = ("nixl_cu13", "nixl_cu12")
+
+
+class _EndpointData(msgspec.Struct, frozen=True):
+    agent: str
+    metadata: bytes
+
+
+class _Arrival(msgspec.Struct, frozen=True):
+    tag: int
+    num_bytes: int
+
+
+@dataclass
+class _Peer:
+    agent: Any
+    name: str
+    ranges: Ranges = field(default_factory=Ranges)
+
+    def close(self) -> None:
+        self.agent.remove_remote_agent(self.name)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _NixlBatch(Batch):
+    transfer: Any
+
+
+class NixlTransport(Transport[_Peer]):
+    """One NIXL agent with the UCX backend, for CPU memory."""
+
+    capabilities = Capabilities(name="nixl", one_host=False, any_memory=True, needs_target_cpu=False)
+
+    def __init__(self, member: str, *, devices: str = "", num_threads: int = 1) -> None:
+        """`devices` limits UCX to some network devices, such as `lo` or `mlx5_0:1`; empty: all."""
+        api, bindings = _load()
+        super().__init__(member, num_threads=num_threads)
+        self._errors = bindings
+        self._agent_name = f"{member} {uuid.uuid4().hex}"
+        parameters = {"num_threads": str(num_threads), "split_batch_size": "16"}
+        if devices:
+            parameters["engine_config"] = f"NET_DEVICES={devices}"
+        self._agent = _make_agent(api, self._agent_name, parameters)
+        self._lists: dict[tuple[int, int], Any] = {}
+        self._arrived: dict[int, int] = {}
+        self._lock = threading.Lock()
+
+    @property
+    def endpoint(self) -> Endpoint:
+        """The agent with everything that is registered now; take it after registering."""
+        data = _EndpointData(self._agent_name, self._agent.get_agent_metadata())
+        return Endpoint(transport="nixl", member=self.member, data=msgspec.msgpack.encode(data))
+
+    def _describe(self, address: int, num_bytes: int) -> Descriptor:
+        if (address, num_bytes) not in self._lists:
+            try:
+                self._lists[address, num_bytes] = self._agent.register_memory([(address, num_bytes, 0, "")], "DRAM")
+            except Exception as error:
+                raise RegistrationError(f"NIXL cannot register {num_bytes} bytes at {address:#x}: {error}") from error
+        return Descriptor(transport="nixl", address=address, num_bytes=num_bytes, data=b"")
+
+    def deregister(self, handle: Handle) -> None:
+        """Undo a registration and tell NIXL."""
+        super().deregister(handle)
+        self._agent.deregister_memory(self._lists.pop((handle.address, handle.num_bytes)))
+
+    def _open(self, endpoint: Endpoint, descriptors: Sequence[Descriptor]) -> _Peer:
+        where = msgspec.msgpack.decode(endpoint.data, type=_EndpointData)
+        self.disconnect(endpoint.member)
+        try:
+            name = self._agent.add_remote_agent(where.metadata).decode()
+            self._agent.make_connection(name)
+        except Exception as error:
+            raise self._failure(error, endpoint.member) from error
+        peer = _Peer(agent=self._agent, name=name)
+        for descriptor in descriptors:
+            peer.ranges.add(descriptor.address, descriptor.num_bytes)
+        return peer
+
+    def prepare(self, peer: str, src: Column, dst: Column, length: Column) -> Batch:
+        """Rows become NIXL descriptors of at most 4 MiB, prepared once and posted for every version."""
+        known = self._known(peer)
+        self._registered.find(src, length, whose=self.member)
+        known.ranges.find(dst, length, whose=peer)
+        src, dst, length = _cut(src, dst, length)
+        try:
+            local = self._agent.prep_xfer_dlist("NIXL_INIT_AGENT", _table(src, length), "DRAM")
+            remote = self._agent.prep_xfer_dlist(known.name, _table(dst, length), "DRAM")
+            order = np.arange(len(length), dtype=np.int32)
+            transfer = self._agent.make_prepped_xfer("WRITE", local, order, remote, order)
+        except Exception as error:
+            raise self._failure(error, peer) from error
+        return _NixlBatch(peer=peer, src=src, dst=dst, length=length, transfer=transfer)
+
+    def _write(self, batch: Batch, tag: int) -> int:
+        assert isinstance(batch, _NixlBatch)
+        self._known(batch.peer)
+        note = msgspec.msgpack.encode(_Arrival(tag, batch.num_bytes))
+        deadline = time.monotonic() + WRITE_DEADLINE_S
+        try:
+            state = self._agent.transfer(batch.transfer, note)
+            while state == "PROC":
+                if time.monotonic() > deadline:
+                    raise TransferTimeout(f"{batch.peer} did not take {batch.num_bytes} bytes in {WRITE_DEADLINE_S} s")
+                time.sleep(2e-5)
+                state = self._agent.check_xfer_state(batch.transfer)
+        except TransportError:
+            raise
+        except Exception as error:
+            raise self._failure(error, batch.peer) from error
+        if state != "DONE":
+            raise TransportError(f"NIXL reports {state} for a write to {batch.peer}")
+        return batch.num_bytes
+
+    def _failure(self, error: Exception, peer: str) -> TransportError:
+        """NIXL's errors as ours."""
+        gone = (self._errors.nixlRemoteDisconnectError, self._errors.nixlBackendError)
+        if isinstance(error, gone):
+            return PeerLost(f"{peer} is gone: {error}")
+        return TransportError(f"NIXL failed towards {peer}: {type(error).__name__} {error}")
+
+    def arrived(self, tag: int) -> int:
+        """Bytes announced by writers; NIXL delivers the announcement after the data."""
+        with self._lock:
+            for notes in self._agent.get_new_notifs().values():
+                for note in notes:
+                    self._count(note)
+            return self._arrived.get(tag, 0)
+
+    def _count(self, note: bytes) -> None:
+        try:
+            arrival = msgspec.msgpack.decode(note, type=_Arrival)
+        except msgspec.DecodeError:  # not from a weft member
+            return
+        self._arrived[arrival.tag] = self._arrived.get(arrival.tag, 0) + arrival.num_bytes
+
+    def _release(self) -> None:
+        for registered in self._lists.values():
+            self._agent.deregister_memory(registered)
+
+
+def _load() -> tuple[Any, Any]:
+    """The Python binding, whichever CUDA build of it is installed; CPU memory needs no CUDA."""
+    for name in _MODULES:
+        try:
+            return importlib.import_module(f"{name}._api"), importlib.import_module(f"{name}._bindings")
+        except ImportError:
+            continue
+    raise TransportUnavailable("NIXL is not installed", hint="pip install --no-deps nixl-cu13==1.5.1")
+
+
+def _make_agent(api: Any, name: str, parameters: dict[str, str]) -> Any:
+    """An agent whose progress thread pauses between polls; the wrapper hard-codes a busy loop."""
+    base = api.nixlBind.nixlAgentConfig
+
+    class PausingConfig(base):  # type: ignore[misc, valid-type]
+        @property
+        def pthrDelay(self) -> int:
+            return int(base.pthrDelay.__get__(self))
+
+        @pthrDelay.setter
+        def pthrDelay(self, _: int) -> None:
+            base.pthrDelay.__set__(self, PROGRESS_PAUSE_US)
+
+    settings = api.nixl_agent_config(
+        enable_prog_thread=True, backends=[], sync_mode=api.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT
+    )
+    api.nixlBind.nixlAgentConfig = PausingConfig
+    try:
+        agent = api.nixl_agent(name, settings)
+    finally:
+        api.nixlBind.nixlAgentConfig = base
+    agent.create_backend("UCX", parameters)
+    return agent
+
+
+def _cut(src: Column, dst: Column, length: Column) -> tuple[Column, Column, Column]:
+    """Rows in pieces of at most `PIECE_BYTES`."""
+    piece = np.uint64(PIECE_BYTES)
+    count = np.maximum((length + piece - np.uint64(1)) // piece, np.uint64(1)).astype(np.int64)
+    row = np.repeat(np.arange(len(length)), count)
+    nth = (np.arange(len(row)) - np.repeat(np.cumsum(count) - count, count)).astype(np.uint64)
+    offset = nth * piece
+    return src[row] + offset, dst[row] + offset, np.minimum(piece, length[row] - offset)
+
+
+def _table(address: Column, length: Column) -> Column:
+    """NIXL's (address, length, device) rows."""
+    return np.stack([address, length, np.zeros_like(length)], axis=1)
