@@ -66,7 +66,7 @@ def test_a_plan_is_saved_loaded_compared_explained_and_drawn(tmp_path):
 
 
 def test_a_preset_can_be_overridden():
-    done = weft("plan", "rlwb-qwen2.5-0.5b", "--trainer", "ddp4", "--policy", "greedy", "--json")
+    done = weft("plan", "--preset", "rlwb-qwen2.5-0.5b", "--trainer", "ddp4", "--policy", "greedy", "--json")
     plan = json.loads(done.stdout)
     assert (plan["num_trainers"], plan["policy"]) == (4, "greedy")
 
@@ -94,6 +94,7 @@ def test_validate_runs_the_tests_that_were_asked_for():
     [
         (("plan", "qwen9", "--trainer", "fsdp2", "--engine", "tp2"), "unknown model `qwen9`"),
         (("plan",), "no model given"),
+        (("plan", "gpt2", "--model", "qwen3-8b"), "both `gpt2` and `qwen3-8b`"),
         (("plan", "qwen3-8b", "--engine", "tp2"), "no trainer layout"),
         (("plan", "qwen3-8b", "--trainer", "tp3", "--engine", "tp2"), "32 attention heads over 3 parts"),
         (("plan", "qwen3-8b", "--trainer", "fsdp2", "--engine", "tp3"), "32 attention heads over 3 parts"),

@@ -121,6 +121,19 @@ def test_fields_that_change_the_tensor_list_are_honoured():
     assert "model.layers.0.self_attn.o_proj.bias" in names
 
 
+@pytest.mark.parametrize(
+    ("hub_id", "name"),
+    [
+        ("Qwen/Qwen3-0.6B", "qwen3-0.6b"),
+        ("meta-llama/Llama-3.1-8B-Instruct", "llama-3.1-8b"),
+        ("moonlight-16b-a3b-instruct", "moonlight-16b-a3b"),
+        ("GPT2", "gpt2"),
+    ],
+)
+def test_hub_ids_mean_their_catalog_entry(hub_id, name):
+    assert load_model(hub_id).name == name
+
+
 def test_a_very_long_name_is_just_unknown():
     with pytest.raises(ConfigError, match="unknown model"):
         load_model("q" * 5000)

@@ -26,6 +26,7 @@ Name = Annotated[
         help="A preset (`weft presets`), a model (`weft models`), or the path of a config.json.",
     ),
 ]
+Model = Annotated[str, typer.Option("--model", "--preset", help="The same as NAME.")]
 Trainer = Annotated[
     str,
     typer.Option(help="Trainer layout: ddp8, fsdp128, hsdp8x16, pp2.ep8.fsdp16, tp4.pp4.cp2.ep16, or a .json file."),
@@ -84,6 +85,13 @@ class Asked:
                     hint=f"add --{side}, for example --{side} " + ("fsdp8" if side == "trainer" else "tp2"),
                 )
         return Case(model=self.name, **typed)
+
+
+def one_name(name: str, model: str) -> str:
+    """What is planned, given as NAME or as --model."""
+    if name and model:
+        raise ConfigError(f"both `{name}` and `{model}` are to be planned", hint="give one name")
+    return name or model
 
 
 def make_or_load(asked: Asked, load: Path | None, config: Path | None) -> tuple[Plan, float]:

@@ -17,6 +17,7 @@ from weft.cli.case_options import (
     GatherName,
     Json,
     Load,
+    Model,
     Name,
     Placement,
     PolicyName,
@@ -25,6 +26,7 @@ from weft.cli.case_options import (
     Trainer,
     TrainerDtype,
     make_or_load,
+    one_name,
 )
 from weft.cli.output import err, gb, print_json, show_facts
 from weft.core import plan_file
@@ -36,6 +38,7 @@ from weft.observe.matrix import write_picture
 
 def plan_command(
     name: Name = "",
+    model: Model = "",
     trainer: Trainer = "",
     engine: Engine = "",
     replicas: Replicas = None,
@@ -54,7 +57,9 @@ def plan_command(
     as_json: Json = False,
 ) -> None:
     """Make a routing plan that provably writes every destination byte exactly once."""
-    asked = Asked(name, trainer, engine, replicas, dtype, trainer_dtype, topology, placement, policy, gather)
+    asked = Asked(
+        one_name(name, model), trainer, engine, replicas, dtype, trainer_dtype, topology, placement, policy, gather
+    )
     plan, plan_s = make_or_load(asked, load, config)
     if svg is not None:
         write_picture(plan, svg)

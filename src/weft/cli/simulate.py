@@ -15,6 +15,7 @@ from weft.cli.case_options import (
     GatherName,
     Json,
     Load,
+    Model,
     Name,
     Placement,
     PolicyName,
@@ -23,6 +24,7 @@ from weft.cli.case_options import (
     Trainer,
     TrainerDtype,
     make_or_load,
+    one_name,
 )
 from weft.cli.output import err, gb, print_json, progress, show_facts
 from weft.config import ReceiverMode
@@ -35,6 +37,7 @@ from weft.sim.simulator import Options, simulate
 
 def simulate_command(
     name: Name = "",
+    model: Model = "",
     trainer: Trainer = "",
     engine: Engine = "",
     replicas: Replicas = None,
@@ -57,9 +60,11 @@ def simulate_command(
         raise ConfigError(f"unknown mode `{mode}`", hint=f"use {' or '.join(ReceiverMode)}")
     if not 0 <= skew_ms <= 3_600_000:
         raise ConfigError(f"skew of {skew_ms} ms", hint="give 0 to 3600000 milliseconds")
-    asked = Asked(name, trainer, engine, replicas, dtype, trainer_dtype, topology, placement, policy, gather)
+    asked = Asked(
+        one_name(name, model), trainer, engine, replicas, dtype, trainer_dtype, topology, placement, policy, gather
+    )
     plan, _ = make_or_load(asked, load, config)
-    preset = PRESETS.get(name)
+    preset = PRESETS.get(asked.name)
     if offloaded is None:
         offloaded = preset is not None and preset.offloaded
     options = Options(mode=ReceiverMode(mode), offloaded=offloaded, skew_s=skew_ms / 1e3)

@@ -32,9 +32,10 @@ def model_names() -> list[str]:
 
 
 def load_model(name: str) -> Model:
-    """A model by catalog name, or by the path of its `config.json` (or of the folder that holds it)."""
-    if name in CONFIGS:
-        return build_model(name, CONFIGS[name])
+    """A model by catalog name or hub id, or by the path of its `config.json` (or of the folder that holds it)."""
+    known = _catalog_name(name)
+    if known in CONFIGS:
+        return build_model(known, CONFIGS[known])
     path = Path(name)
     if len(name) < 200 and path.is_dir():
         path = path / "config.json"
@@ -46,6 +47,14 @@ def load_model(name: str) -> Model:
         f"unknown model `{name}`",
         hint=f"{hint}`weft models` lists the catalog; a path to a config.json works too",
     )
+
+
+def _catalog_name(name: str) -> str:
+    """`Qwen/Qwen3-8B` and `qwen3-8b-instruct` mean `qwen3-8b`."""
+    short = name.lower() if name.count("/") == 0 else name.lower().rpartition("/")[2]
+    if name.count("/") > 1 or Path(name[:200]).exists():
+        return name
+    return short.removesuffix("-instruct").removesuffix("-base")
 
 
 def build_model(name: str, config: Mapping[str, Any]) -> Model:
