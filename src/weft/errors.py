@@ -68,3 +68,7 @@ class AuthError(WeftError):
 
 class VersionError(WeftError):
     """A version does not fit: published out of order, or on the wrong base."""
+
+
+class IntegrityError(WeftError):
+    """Bytes that arrived are not the bytes that were sent."""

@@ -1,0 +1,75 @@
+"""Weights: the shards a member holds and the memory behind them.
+
+weights = Weights.from_arrays({"w": array})                                            # whole tensors
+weights = Weights.from_arrays({"w": array}, parts={"w": Part(shape=(8192, 64), lo=(2048, 0))})   # a shard each
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from weft.core.layout import DTYPE_BYTES, Tensor
+from weft.errors import LayoutError
+
+_DTYPES = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16", "float8_e4m3fn": "fp8_e4m3"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """Which box of a tensor an array is: the tensor's whole shape, and where the array begins in it."""
+
+    shape: tuple[int, ...]
+    lo: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Held:
+    """One shard and where it lies in this process."""
+
+    tensor: Tensor
+    lo: tuple[int, ...]
+    extent: tuple[int, ...]
+    strides: tuple[int, ...]
+    """In elements."""
+    address: int
+
+    @property
+    def span_bytes(self) -> int:
+        """Bytes from the first to the last element, gaps included."""
+        reach = sum((n - 1) * stride for n, stride in zip(self.extent, self.strides, strict=True))
+        return (reach + 1) * DTYPE_BYTES[self.tensor.dtype]
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """All shards of one member; keeps their memory alive."""
+
+    held: tuple[Held, ...]
+    keep: Any = None
+
+    @classmethod
+    def from_arrays(cls, arrays: Mapping[str, NDArray[Any]], *, parts: Mapping[str, Part] | None = None) -> Weights:
+        """Weights in NumPy arrays; `parts` says which box of its tensor an array is, where it is not the whole."""
+        held = []
+        for name, array in arrays.items():
+            if array.dtype.name not in _DTYPES:
+                raise LayoutError(f"`{name}` is {array.dtype.name}", hint=f"use one of {', '.join(_DTYPES)}")
+            part = (parts or {}).get(name, Part(shape=array.shape, lo=(0,) * array.ndim))
+            size = array.dtype.itemsize
+            if any(stride % size or stride < size for stride in array.strides):
+                raise LayoutError(f"`{name}` has strides {array.strides}", hint="use an array with positive strides")
+            held.append(
+                Held(
+                    tensor=Tensor(name=name, dtype=_DTYPES[array.dtype.name], shape=part.shape),
+                    lo=part.lo,
+                    extent=array.shape,
+                    strides=tuple(stride // size for stride in array.strides),
+                    address=int(np.asarray(array).ctypes.data),
+                )
+            )
+        return cls(tuple(held), keep=dict(arrays))
