@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import signal
@@ -103,10 +104,8 @@ class Member:
 
     def close(self) -> None:
         if self._process.is_alive():
-            try:
+            with contextlib.suppress(OSError):
                 self._pipe.send(None)
-            except (BrokenPipeError, OSError):
-                pass
             self._process.join(ANSWER_S)
         self._process.kill()
         self._pipe.close()

@@ -27,6 +27,7 @@ class Fleet:
         return Member(side, self.controller.address, rank, num_ranks, self.kind)
 
     def publish(self, version: int) -> list[str]:
+        assert self.controller.wait_planned(SOON_S)
         for trainer in self.trainers:
             trainer.ask(version)
         return [trainer.answer() for trainer in self.trainers]
@@ -111,6 +112,7 @@ def test_a_killed_member_aborts_the_version_and_its_successor_commits_the_next(f
         assert engine.answer()[0] == 1
     members[1].close()
     members[1] = fleet.member(victim, 1, 2)
+    assert fleet.controller.wait_planned(SOON_S)
     assert fleet.publish(3) == ["committed", "committed"]
     fleet.wait_for(3)
     fleet.check(3)

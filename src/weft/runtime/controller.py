@@ -105,12 +105,15 @@ class Controller:
         self._cluster = cluster or load_topology("h100-ib400")
         self._timing = timing or Timing()
         self._members: dict[str, _Member] = {}
+        self._lost: dict[str, str] = {}
+        """Members that are gone, and how; until they join again."""
         engines = dict.fromkeys(range(num_engine_ranks // ranks_per_engine), ranks_per_engine)
         self._ledger = VersionLedger(num_trainers=num_trainers, engines=engines, policy=CommitPolicy.ALL)
         self._plan: Plan | None = None
         self._transfer: _Transfer | None = None
         self._wants: dict[int, int] = {}
         self._committed: int | None = None
+        self._planned = threading.Event()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="weft-controller", daemon=True)
         self._thread.start()
@@ -119,6 +122,10 @@ class Controller:
     def committed(self) -> int | None:
         """The last version that was committed, for observers in this process."""
         return self._committed
+
+    def wait_planned(self, timeout_s: float = 60.0) -> bool:
+        """Wait until all members are there and have their part of the plan; False when they are not in time."""
+        return self._planned.wait(timeout_s)
 
     def close(self) -> None:
         """Stop; members notice by its silence."""
@@ -187,6 +194,7 @@ class Controller:
         if member in self._members:
             self._lose(member, "was restarted")
         self._members[member] = _Member(join, time.monotonic())
+        self._lost.pop(member, None)
         if len(self._members) == sum(self._num.values()):
             self._make_plan()
 
@@ -210,6 +218,7 @@ class Controller:
             self._server.send(f"trainer {rank}", send_plan(plan, digest, rank, trainers, engines))
         for rank in engines:
             self._server.send(f"engine {rank}", receive_plan(plan, digest, rank))
+        self._planned.set()
         log.info("plan %s: %d bytes per version", digest[:16], plan.total_bytes)
 
     def _let_go(self) -> None:
@@ -217,16 +226,32 @@ class Controller:
         if self._transfer is not None and self._transfer.retired:
             self._transfer = None
         if self._plan is None:
+            self._turn_away()
             return
         for trainer, version in sorted(self._wants.items()):
-            if self._transfer is None:
-                self._transfer = _Transfer(version, time.monotonic() + self._timing.version_s)
-            if version != self._transfer.version or self._transfer.uncommitted is not None:
+            transfer = self._transfer
+            if transfer is not None and (version != transfer.version or transfer.uncommitted is not None):
                 continue
             del self._wants[trainer]
-            self._ledger.publish(trainer=trainer, version=version)
-            self._transfer.writers.add(trainer)
+            try:
+                self._ledger.publish(trainer=trainer, version=version)
+            except VersionError as error:
+                refusal = Decide(version=version, commit=False, reason=f"{error}: versions must grow")
+                self._server.send(f"trainer {trainer}", refusal)
+                continue
+            if transfer is None:
+                self._transfer = transfer = _Transfer(version, time.monotonic() + self._timing.version_s)
+            transfer.writers.add(trainer)
             self._server.send(f"trainer {trainer}", Go(version=version))
+
+    def _turn_away(self) -> None:
+        """While a member is lost no version can be written: say so at once instead of letting trainers wait."""
+        if not self._lost:
+            return
+        reason = ", ".join(f"{member} {how}" for member, how in sorted(self._lost.items()))
+        for trainer, version in self._wants.items():
+            self._server.send(f"trainer {trainer}", Decide(version=version, commit=False, reason=reason))
+        self._wants.clear()
 
     def _written(self, trainer: int, version: int, parts: list[Part]) -> None:
         transfer = self._transfer
@@ -285,7 +310,9 @@ class Controller:
         if known is None:
             return
         log.warning("%s %s", member, how)
+        self._lost[member] = how
         self._plan = None
+        self._planned.clear()
         rank = known.join.rank
         if known.join.side == "trainer":
             self._wants.pop(rank, None)
@@ -294,6 +321,7 @@ class Controller:
         if self._transfer is not None and self._transfer.uncommitted is not None and known.join.side == "engine":
             self._transfer.uncommitted.discard(rank)
         self._apply(self._fail(known.join, how))
+        self._let_go()
 
     def _look_at_clocks(self) -> None:
         now = time.monotonic()
