@@ -90,6 +90,21 @@ def test_versions_must_grow(fleet):
 
 
 @pytest.mark.parametrize("fleet", [{"num_trainers": 2, "num_engines": 2}], indirect=True)
+def test_a_stalled_trainer_aborts_the_version_within_seconds(fleet):
+    assert fleet.publish(1) == ["committed", "committed"]
+    fleet.wait_for(1)
+    fleet.trainers[1].stall()
+    started = time.monotonic()
+    fleet.trainers[0].ask(2)
+    answer = fleet.trainers[0].answer()
+    assert "trainer 1" in answer
+    assert "was not heard of" in answer
+    assert time.monotonic() - started < SOON_S
+    fleet.check(1)
+    fleet.trainers[1].kill()
+
+
+@pytest.mark.parametrize("fleet", [{"num_trainers": 2, "num_engines": 2}], indirect=True)
 @pytest.mark.parametrize("victim", ["trainer", "engine"])
 def test_a_killed_member_aborts_the_version_and_its_successor_commits_the_next(fleet, victim):
     assert fleet.publish(1) == ["committed", "committed"]

@@ -150,7 +150,7 @@ class Receiver:
 
     def _fail(self, error: WeftError) -> None:
         with self._lock:
-            self._error = error
+            self._error = self._error or error
 
     def close(self) -> None:
         """Leave."""

@@ -185,7 +185,7 @@ class Sender:
         self._planned.set()
 
     def _fail(self, error: WeftError) -> None:
-        self._error = error
+        self._error = self._error or error
         self._planned.set()
         if self._publication is not None:
             self._publication.decide(error)
