@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import multiprocessing
 import os
 import signal
@@ -26,11 +27,12 @@ def make_transport(kind: str, member: str, *, writer: int = 0) -> Any:
 
 
 def _memory(transport: Any, num_bytes: int) -> tuple[np.ndarray, int]:
-    if isinstance(transport, ShmTransport):
-        memory = transport.allocate(num_bytes)
-        return memory.array(), memory.address
-    array = np.zeros(num_bytes, dtype=np.uint8)
-    return array, array.ctypes.data
+    """Ordinary memory where the transport can write it, else what it allocates."""
+    if transport.capabilities.any_memory:
+        array = np.zeros(num_bytes, dtype=np.uint8)
+        return array, array.ctypes.data
+    memory = transport.allocate(num_bytes)
+    return np.ctypeslib.as_array((ctypes.c_uint8 * num_bytes).from_address(memory.address)), memory.address
 
 
 def _serve(pipe: Any, kind: str, num_bytes: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -59,9 +60,7 @@ def _recipe(engines: Mapping[int, Join], *, num_replicas: int) -> Recipe:
         ]
         for rank, join in engines.items()
     }
-    recipe = Recipe.from_pieces(tensors, pieces)
-    object.__setattr__(recipe, "num_replicas", num_replicas)
-    return recipe
+    return replace(Recipe.from_pieces(tensors, pieces), num_replicas=num_replicas)
 
 
 def send_plan(

@@ -28,8 +28,7 @@ from weft.runtime.member import ControlThread, open_channel
 from weft.runtime.messages import PROTOCOL, Committed, Decide, Failed, Join, Ready, ReceivePlan, Refused, Verify
 from weft.runtime.sender import held_shard
 from weft.runtime.weights import Held, Weights
-from weft.transport.base import Column, Transport
-from weft.transport.shm import ShmTransport
+from weft.transport.base import Column, Memory, Transport
 
 ALIGN = 256
 ARRIVE_S = 60.0
@@ -55,12 +54,12 @@ class Receiver:
     ) -> None:
         self.member = f"engine {rank}"
         self._transport, self._weights = transport, weights
-        self._staging, staged, self._keep = _stage(weights, transport)
-        _, descriptor = transport.register(self._staging, sum(_padded(held) for held in staged))
+        self._staging, staged = _stage(weights, transport)
+        _, descriptor = transport.register(self._staging.address, self._staging.num_bytes)
         self._copy = _copy_columns(staged, weights.held)
         self._span = (
             np.array([held.address for held in staged], dtype=np.uint64),
-            np.array([held.address - self._staging for held in staged], dtype=np.uint64),
+            np.array([held.address - self._staging.address for held in staged], dtype=np.uint64),
             np.array([held.span_bytes for held in staged], dtype=np.uint64),
         )
         self._verify: tuple[Verify, float] | None = None
@@ -167,21 +166,16 @@ def _padded(held: Held) -> int:
     return -(-held.span_bytes // ALIGN) * ALIGN
 
 
-def _stage(weights: Weights, transport: Transport[Any]) -> tuple[int, list[Held], Any]:
-    """Staging memory for all weights, each contiguous: its address, the staged shards, what keeps it alive."""
+def _stage(weights: Weights, transport: Transport[Any]) -> tuple[Memory, list[Held]]:
+    """Staging memory for all weights, and the shards in it, each contiguous."""
     contiguous = [replace(held, strides=_row_major(held.extent), address=0) for held in weights.held]
     total = sum(_padded(held) for held in contiguous)
-    if isinstance(transport, ShmTransport):
-        keep: Any = transport.allocate(total)
-        address = keep.address
-    else:
-        keep = np.zeros(total + ALIGN, dtype=np.uint8)
-        address = -(-keep.ctypes.data // ALIGN) * ALIGN
+    memory = transport.allocate(total)
     staged, offset = [], 0
     for held in contiguous:
-        staged.append(replace(held, address=address + offset))
+        staged.append(replace(held, address=memory.address + offset))
         offset += _padded(held)
-    return address, staged, keep
+    return memory, staged
 
 
 def _row_major(extent: tuple[int, ...]) -> tuple[int, ...]:

@@ -61,6 +61,11 @@ class Publication:
         if self._error is not None:
             raise self._error
 
+    @property
+    def is_decided(self) -> bool:
+        """Whether it was committed or aborted."""
+        return self._decided.is_set()
+
     def release(self) -> None:
         """The writes are done."""
         self._released.set()
@@ -113,7 +118,7 @@ class Sender:
 
     def publish(self, *, version: int) -> Publication:
         """Start sending a version; returns at once. The previous one must be decided."""
-        if self._publication is not None and not self._publication._decided.is_set():
+        if self._publication is not None and not self._publication.is_decided:
             raise VersionError(
                 f"version {self._publication.version} is not decided yet",
                 hint="wait_committed() before the next publish",
@@ -136,7 +141,7 @@ class Sender:
                 raise TransferTimeout(
                     f"{self.member} may not write version {publication.version} after {self._timeout_s} s"
                 )
-            if publication._decided.is_set():
+            if publication.is_decided:
                 return
             self._control.post(Written(version=publication.version, parts=self._write(publication.version)))
             publication.release()

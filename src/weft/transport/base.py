@@ -34,6 +34,7 @@ from weft.errors import PeerLost, RegistrationError, TransferTimeout, TransportE
 
 Column = NDArray[np.uint64]
 MAX_TAG = (1 << 63) - 1
+ALIGNMENT = 4096
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,6 +75,15 @@ class Handle:
 
     address: int
     num_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Memory:
+    """Memory that may be a destination; kept alive by whoever holds this."""
+
+    address: int
+    num_bytes: int
+    keep: Any = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -185,6 +195,13 @@ class Transport(abc.ABC, Generic[AnyPeer]):
     @abc.abstractmethod
     def endpoint(self) -> Endpoint:
         """Where others reach this member."""
+
+    def allocate(self, num_bytes: int) -> Memory:
+        """Memory this transport can write into best; ordinary memory, unless a transport needs more."""
+        self._check_open()
+        keep = np.zeros(num_bytes + ALIGNMENT, dtype=np.uint8)
+        address = -(-int(keep.ctypes.data) // ALIGNMENT) * ALIGNMENT
+        return Memory(address=address, num_bytes=num_bytes, keep=keep)
 
     def register(self, address: int, num_bytes: int) -> tuple[Handle, Descriptor]:
         """Allow writes from (as a source) and, where possible, into this memory."""

@@ -18,7 +18,7 @@ import numpy as np
 
 from weft import native
 from weft.errors import PeerLost, RegistrationError
-from weft.transport.base import Batch, Capabilities, Column, Descriptor, Endpoint, Ranges, Transport
+from weft.transport.base import Batch, Capabilities, Column, Descriptor, Endpoint, Memory, Ranges, Transport
 from weft.transport.host import CELL_BYTES, NUM_CELLS, LivingProcess, ProcessIdentity, check_writer
 
 
@@ -44,10 +44,6 @@ class SharedMemory:
         memory.num_bytes = num_bytes
         memory.address = _address_of(memory._map)
         return memory
-
-    def array(self) -> np.ndarray:
-        """The memory as bytes."""
-        return np.frombuffer(self._map, dtype=np.uint8)
 
     def close(self) -> None:
         """Unmap, unless arrays still use the memory; it is freed with the last user in any case."""
@@ -107,11 +103,12 @@ class ShmTransport(Transport[_Peer]):
         data = _EndpointData(ProcessIdentity.of(os.getpid()), self._cells.fd)
         return Endpoint(transport="shm", member=self.member, data=msgspec.msgpack.encode(data))
 
-    def allocate(self, num_bytes: int) -> SharedMemory:
-        """Memory that may be a destination; freed with the transport."""
+    def allocate(self, num_bytes: int) -> Memory:
+        """Shared memory; freed with the transport."""
         self._check_open()
-        self._memories.append(SharedMemory(num_bytes))
-        return self._memories[-1]
+        shared = SharedMemory(num_bytes)
+        self._memories.append(shared)
+        return Memory(address=shared.address, num_bytes=num_bytes, keep=shared)
 
     def _describe(self, address: int, num_bytes: int) -> Descriptor:
         data = _DescriptorData(-1, 0, 0)
