@@ -46,38 +46,14 @@ def make_plan(
     on_progress: Callable[[str], None] = lambda _: None,
 ) -> Plan:
     """The routing plan; raises if the two sides do not fit, never returns an unproven plan."""
-    chosen = parse_policy(policy)
-    if topology.num_trainers != trainer.num_ranks or topology.num_engines != recipe.engine.num_ranks:
-        raise PlanError(
-            f"the topology has {topology.num_trainers} trainers and {topology.num_engines} engine ranks, "
-            f"the layouts {trainer.num_ranks} and {recipe.engine.num_ranks}"
-        )
+    chosen, settings = parse_policy(policy), settings or Settings()
     on_progress("checking layouts")
-    trainer.check()
-    recipe.check_sources(trainer, ignore=ignore)
-    sources = with_scales(trainer, recipe)
-    num_dims = max(sources.num_dims, recipe.engine.num_dims)
-    sources = widen(sources, num_dims)
-
+    sources = _checked_sources(trainer, recipe, topology, ignore)
     on_progress("intersecting pieces with shards")
     piece, shard = _candidates(recipe, sources)
     piece, shard, dst_lo, src_lo, extent = _intersect(recipe, sources, piece, shard)
-
     on_progress(f"choosing senders ({chosen})")
-    engine = recipe.engine
-    dst = recipe.dst[piece]
-    _check_number(int(engine.groups.sizes[engine.group_of[dst]].sum()), "routes")
-    demand = Demand(
-        row_bytes=boxes.volume(extent) * engine.itemsize[dst],
-        holder_group=sources.group_of[shard],
-        receiver_group=engine.group_of[dst],
-        holders=sources.groups,
-        receivers=engine.groups,
-        topology=topology,
-        num_replicas=recipe.num_replicas,
-    )
-    sender = choose_senders(demand, chosen)
-    settings = settings or Settings()
+    demand = _demand(recipe, sources, topology, piece, shard, extent)
     plan = Plan(
         model=model,
         policy=chosen.value,
@@ -92,13 +68,41 @@ def make_plan(
         extent=extent,
         path=_paths(recipe, sources, settings, piece, shard, extent),
         first=demand.first,
-        sender=sender,
+        sender=choose_senders(demand, chosen),
         gathered=gathered,
         ignored=tuple(ignore),
     )
     on_progress("proving exact cover")
     prove(plan)
     return plan
+
+
+def _checked_sources(trainer: Layout, recipe: Recipe, topology: Topology, ignore: Sequence[str]) -> Layout:
+    """The trainer layout with scales, as wide as the recipe, once both sides are known to fit."""
+    if topology.num_trainers != trainer.num_ranks or topology.num_engines != recipe.engine.num_ranks:
+        raise PlanError(
+            f"the topology has {topology.num_trainers} trainers and {topology.num_engines} engine ranks, "
+            f"the layouts {trainer.num_ranks} and {recipe.engine.num_ranks}"
+        )
+    trainer.check()
+    recipe.check_sources(trainer, ignore=ignore)
+    sources = with_scales(trainer, recipe)
+    return widen(sources, max(sources.num_dims, recipe.engine.num_dims))
+
+
+def _demand(recipe: Recipe, sources: Layout, topology: Topology, piece: Ints, shard: Ints, extent: Ints) -> Demand:
+    """What has to be sent, for the policies."""
+    engine, dst = recipe.engine, recipe.dst[piece]
+    _check_number(int(engine.groups.sizes[engine.group_of[dst]].sum()), "routes")
+    return Demand(
+        row_bytes=boxes.volume(extent) * engine.itemsize[dst],
+        holder_group=sources.group_of[shard],
+        receiver_group=engine.group_of[dst],
+        holders=sources.groups,
+        receivers=engine.groups,
+        topology=topology,
+        num_replicas=recipe.num_replicas,
+    )
 
 
 def _check_number(number: int, what: str) -> None:
