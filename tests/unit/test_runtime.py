@@ -117,6 +117,13 @@ def test_a_lost_engine_is_named(pair):
         pair.sender.publish(version=2).wait_committed(SOON_S)
 
 
+def test_a_defect_while_sending_reaches_the_waiting_trainer(pair, monkeypatch):
+    commit(pair, 1)
+    monkeypatch.setattr(pair.sender, "_write", lambda version: 1 // 0)
+    with pytest.raises(WeftError, match="ZeroDivisionError"):
+        pair.sender.publish(version=2).wait_committed(SOON_S)
+
+
 def test_two_versions_at_once_are_refused(pair):
     pair.sender.publish(version=1)
     with pytest.raises(VersionError, match="not decided yet"):

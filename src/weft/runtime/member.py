@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from weft.errors import WeftError
+from weft.errors import ProtocolError, WeftError
 from weft.runtime.channel import Client
 from weft.runtime.messages import Beat, Leave, ToMember
 
@@ -69,6 +69,9 @@ class ControlThread:
                 self._idle()
         except WeftError as error:
             self._failed(error)
+        except Exception as error:  # a defect of ours: the member's owner must hear of it, not only this thread
+            self._failed(ProtocolError(f"{self._client.member}: {type(error).__name__} in the control thread: {error}"))
+            raise
         finally:
             self._client.close()
 

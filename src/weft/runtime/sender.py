@@ -146,8 +146,14 @@ class Sender:
             self._control.post(Written(version=publication.version, parts=self._write(publication.version)))
             publication.release()
         except WeftError as error:
-            self._control.post(Failed(version=publication.version, reason=str(error)))
-            publication.decide(error)
+            self._give_up(publication, error)
+        except Exception as error:  # a defect of ours: nobody looks at this thread's result, so it is reported here
+            self._give_up(publication, ProtocolError(f"{self.member}: {type(error).__name__} while sending: {error}"))
+
+    def _give_up(self, publication: Publication, error: WeftError) -> None:
+        """Tell the controller and whoever waits for the publication."""
+        self._control.post(Failed(version=publication.version, reason=str(error)))
+        publication.decide(error)
 
     def _write(self, version: int) -> list[Part]:
         deadline = time.monotonic() + WRITE_S
