@@ -28,6 +28,51 @@ class ReceiverMode(enum.StrEnum):
     """In the live tensors; the pause lasts from the first write to the commit."""
 
 
+class DigestPolicy(enum.StrEnum):
+    """Whether both ends digest what was sent."""
+
+    ON = "on"
+    """Every version is compared before it is committed."""
+    OFF = "off"
+    """Bytes are counted, not compared."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransferSettings:
+    """How members transfer versions. They live with the controller, which ships them to every member that joins."""
+
+    mode: ReceiverMode = ReceiverMode.SHADOW
+    """Where receivers let writes land."""
+    digest: DigestPolicy = DigestPolicy.ON
+    """Whether versions are verified by digests."""
+    transport: str = "auto"
+    """`auto` takes the fastest for each link; a name is used for every link, or refused."""
+    allow_fallback: bool = False
+    """Take a slower transport, with a warning, where the one that is meant does not work."""
+    num_threads: int = 1
+    """Threads one trainer copies with."""
+    nixl_devices: str = ""
+    """Network devices UCX may use, such as `mlx5_0:1`; empty: all."""
+    beat_s: float = 0.5
+    """How often members and the controller say that they are alive."""
+    silence_s: float = 5.0
+    """A member, or the controller, that was not heard of for this long is lost."""
+    version_s: float = 60.0
+    """A version that is not ready everywhere in this time is aborted."""
+
+    def __post_init__(self) -> None:
+        for name in ("beat_s", "silence_s", "version_s"):
+            if not 0 < getattr(self, name) <= 86_400:
+                raise ConfigError(f"{name} is {getattr(self, name)}", hint="expected more than 0 and at most 86400 s")
+        if self.silence_s < 2 * self.beat_s:
+            raise ConfigError(
+                f"silence_s ({self.silence_s}) is less than two beats ({self.beat_s} s each)",
+                hint="a member would be lost between two signs of life",
+            )
+        if not 1 <= self.num_threads <= 64:
+            raise ConfigError(f"num_threads is {self.num_threads}", hint="expected 1 to 64")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
     """Settings of planning and scheduling; integers, in the unit their name ends with."""

@@ -23,9 +23,22 @@ except ImportError:  # no compiler at install
 
 Column = NDArray[np.uint64]
 is_native: bool = _native is not None
-WORDS_PER_BLOCK = 64
 _MASK = (1 << 64) - 1
 _said = False
+
+
+def mix(x: Column) -> Column:
+    """SplitMix64."""
+    x = x + np.uint64(0x9E3779B97F4A7C15)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+_COLUMNS, _ROWS, _ONE = np.uint64(8), np.uint64(256), np.uint64(1)
+_KEYS = mix(~np.arange(3 * 8, dtype=np.uint64)).reshape(8, 3)
+ALPHA, BETA, GAMMA = _KEYS[:, 0] | _ONE, _KEYS[:, 1] & ~_ONE, _KEYS[:, 2] | _ONE
+"""Weights of the digest's eight columns."""
 
 
 def copy(dst: Column, src: Column, length: Column, *, num_threads: int = 1) -> int:
@@ -41,8 +54,8 @@ def copy(dst: Column, src: Column, length: Column, *, num_threads: int = 1) -> i
 def digest(address: Column, position: Column, length: Column, *, num_threads: int = 1) -> int:
     """Digest of bytes in memory; `position[i]` is where run i lies in the digest's space.
 
-    The digest is a weighted sum of 4-byte words modulo 2^64, so digests of parts add up to the digest of the whole,
-    however the whole was cut.
+    The digest is a weighted sum modulo 2^64, so digests of parts add up to the digest of the whole, however the whole
+    was cut.
     """
     if _native is not None:
         return int(_native.digest(address, position, length, num_threads))
@@ -53,24 +66,24 @@ def digest(address: Column, position: Column, length: Column, *, num_threads: in
     return total & _MASK
 
 
+def copy_digest(dst: Column, src: Column, position: Column, length: Column, *, num_threads: int = 1) -> int:
+    """Copy and digest in one pass, as fast as copying alone; returns the digest of what was copied."""
+    if _native is not None:
+        return int(_native.copy_digest(dst, src, position, length, num_threads))
+    copy(dst, src, length)
+    return digest(src, position, length)
+
+
 def digest_bytes(data: NDArray[np.uint8], position: int) -> int:
-    """The digest in NumPy: the stated reference of the C and GPU code."""
-    head = position % 4
-    padded = np.zeros(-(-(head + len(data)) // 4) * 4, dtype=np.uint8)
+    """The digest in NumPy: the stated reference of the C and GPU code, which say what it is made of."""
+    head = position % 8
+    padded = np.zeros(-(-(head + len(data)) // 8) * 8, dtype=np.uint8)
     padded[head : head + len(data)] = data
-    words = padded.view("<u4").astype(np.uint64)
-    number = np.uint64(position // 4) + np.arange(len(words), dtype=np.uint64)
-    within = (_mix(~(number % np.uint64(WORDS_PER_BLOCK))) >> np.uint64(32)) | np.uint64(1)
-    block = _mix(number // np.uint64(WORDS_PER_BLOCK)) | np.uint64(1)
-    return int((words * within * block).sum(dtype=np.uint64))
-
-
-def _mix(x: Column) -> Column:
-    """SplitMix64."""
-    x = x + np.uint64(0x9E3779B97F4A7C15)
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))
+    words = padded.view("<u8")
+    number = np.uint64(position // 8) + np.arange(len(words), dtype=np.uint64)
+    column, row, block = number % _COLUMNS, number // _COLUMNS % _ROWS, number // (_COLUMNS * _ROWS)
+    within = (ALPHA[column] + BETA[column] * (_ROWS - row)) * words + GAMMA[column] * (words >> np.uint64(32))
+    return int((within * (mix(block) | np.uint64(1))).sum(dtype=np.uint64))
 
 
 def write_process(pid: int, dst: Column, src: Column, length: Column) -> int:

@@ -22,7 +22,7 @@ ANSWER_S = 20.0
 def make_transport(kind: str, member: str, *, writer: int = 0) -> Any:
     """A transport between processes; NIXL stays on loopback."""
     if kind == "nixl":
-        return NixlTransport(member, devices="lo")
+        return NixlTransport(member, writer=writer, devices="lo")
     return {"shm": ShmTransport, "cma": CmaTransport}[kind](member, writer=writer)
 
 
@@ -44,7 +44,7 @@ def _serve(pipe: Any, kind: str, num_bytes: int) -> None:
     while (request := pipe.recv()) is not None:
         name, value = request
         if name == "arrived":
-            pipe.send(transport.arrived(value))
+            pipe.send(transport.arrived(value[0], writer=value[1]))
         elif name == "bytes":
             pipe.send(array.tobytes())
         elif name == "spin":
@@ -72,8 +72,8 @@ class ProcessTarget:
         assert self._pipe.poll(ANSWER_S), "the target does not answer"
         return self._pipe.recv()
 
-    def arrived(self, tag: int) -> int:
-        self._pipe.send(("arrived", tag))
+    def arrived(self, tag: int, writer: int = 0) -> int:
+        self._pipe.send(("arrived", (tag, writer)))
         return int(self._answer())
 
     def bytes(self) -> bytes:
@@ -112,8 +112,8 @@ class LocalTarget:
         _, self.descriptor = self._transport.register(address, num_bytes)
         self.endpoint = self._transport.endpoint
 
-    def arrived(self, tag: int) -> int:
-        return self._transport.arrived(tag)
+    def arrived(self, tag: int, writer: int = 0) -> int:
+        return self._transport.arrived(tag, writer=writer)
 
     def bytes(self) -> bytes:
         return self._array.tobytes()

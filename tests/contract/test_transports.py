@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import threading
 import time
 
 import numpy as np
 import pytest
 
 from tests.contract.targets import LocalTarget, ProcessTarget, make_transport
+from weft import native
 from weft.errors import PeerLost, RegistrationError, TransferTimeout, TransportError
+from weft.transport.chunked import CHUNK_BYTES
 from weft.transport.cma import CmaTransport
-from weft.transport.local import LocalNetwork, LocalTransport
+from weft.transport.local import Faults, LocalNetwork, LocalTransport
 from weft.transport.shm import ShmTransport
 
 NUM_BYTES = 1 << 20
@@ -34,7 +37,7 @@ class Pair:
 
     def new_writer(self, number: int):
         if self.kind == "local":
-            writer = LocalTransport(f"trainer {number}", self.network)
+            writer = LocalTransport(f"trainer {number}", self.network, writer=number)
         else:
             writer = make_transport(self.kind, f"trainer {number}", writer=number)
         writer.register(self.source.ctypes.data, NUM_BYTES)
@@ -64,7 +67,7 @@ def test_rows_land_where_they_should_and_nowhere_else(pair):
     length = np.full(len(starts), 300)
     batch = pair.writer.prepare(pair.peer, *pair.rows(starts, length, to=starts[::-1]))
     assert batch.num_bytes == 300 * len(starts)
-    assert pair.writer.post(batch, tag=1).wait(SOON_S) == batch.num_bytes
+    assert pair.writer.post(batch, tag=1).wait(SOON_S).num_bytes == batch.num_bytes
     expected = np.zeros(NUM_BYTES, dtype=np.uint8)
     for start, to in zip(starts, starts[::-1], strict=True):
         expected[to : to + 300] = pair.source[start : start + 300]
@@ -80,7 +83,7 @@ def test_a_batch_is_posted_again_for_every_version(pair):
         assert pair.target.bytes() == bytes([version]) * NUM_BYTES
 
 
-def test_arrivals_of_several_writers_add_up_per_tag(pair):
+def test_arrivals_are_counted_per_tag_and_writer(pair):
     other = pair.new_writer(1)
     other.connect(pair.target.endpoint, [pair.target.descriptor])
     mine = pair.writer.prepare(pair.peer, *pair.rows([0], [1000]))
@@ -89,9 +92,21 @@ def test_arrivals_of_several_writers_add_up_per_tag(pair):
     assert pair.target.arrived(9) == 1000
     other.post(theirs, tag=9).wait(SOON_S)
     pair.writer.post(mine, tag=9).wait(SOON_S)
-    assert pair.target.arrived(9) == 2077
+    assert pair.target.arrived(9, 0) == 2000
+    assert pair.target.arrived(9, 1) == 77
     assert pair.target.arrived(8) == 0
     other.close()
+
+
+def test_the_digest_of_what_was_written_comes_with_the_ticket(pair):
+    starts, length = np.arange(3, NUM_BYTES - 1000, 1000), 311
+    rows = pair.rows(starts, np.full(len(starts), length))
+    position = starts + 7_000
+    batch = pair.writer.prepare(pair.peer, *rows, position.astype(np.uint64))
+    written = pair.writer.post(batch, tag=1).wait(SOON_S)
+    landed = np.frombuffer(pair.target.bytes(), dtype=np.uint8)
+    parts = [native.digest_bytes(landed[s : s + length], int(s) + 7_000) for s in starts]
+    assert written.digest == sum(parts) % (1 << 64) != 0
 
 
 def test_memory_that_is_not_registered_is_refused_on_either_side(pair):
@@ -153,7 +168,7 @@ def test_unknown_peers_wrong_tags_and_closed_transports(pair):
 def test_waiting_for_bytes_that_never_come_has_a_deadline(pair):
     started = time.monotonic()
     with pytest.raises(TransferTimeout, match="trainer 0 has 0 of 10 bytes under tag 3"):
-        pair.writer.wait_arrived(3, 10, timeout_s=0.2)
+        pair.writer.wait_arrived(3, 10, writer=0, timeout_s=0.2)
     assert time.monotonic() - started < SOON_S
 
 
@@ -192,3 +207,22 @@ def test_shm_destinations_must_be_shared():
         _, descriptor = target.register(array.ctypes.data, 64)
         with pytest.raises(RegistrationError, match="is not shared"):
             writer.connect(target.endpoint, [descriptor])
+
+
+def test_a_cancelled_write_stops_between_chunks_and_says_how_far_it_came():
+    network, gate = LocalNetwork(), threading.Event()
+    num_bytes = 3 * CHUNK_BYTES
+    source = np.ones(num_bytes, dtype=np.uint8)
+    with LocalTransport("engine 0", network) as target, LocalTransport("trainer 0", network) as writer:
+        memory = target.allocate(num_bytes)
+        _, descriptor = target.register(memory.address, num_bytes)
+        writer.register(source.ctypes.data, num_bytes)
+        writer.connect(target.endpoint, [descriptor])
+        columns = [np.array([n], dtype=np.uint64) for n in (source.ctypes.data, memory.address, num_bytes)]
+        network.faults["engine 0"] = Faults(stalled=gate)
+        ticket = writer.post(writer.prepare("engine 0", *columns), tag=1)
+        ticket.cancel()
+        gate.set()
+        with pytest.raises(TransportError, match=f"was stopped .* of {num_bytes} bytes written"):
+            ticket.wait(SOON_S)
+        assert target.arrived(1, writer=0) < num_bytes

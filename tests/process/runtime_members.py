@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 
-from tests.contract.targets import make_transport
 from weft.errors import WeftError
 from weft.runtime.receiver import Receiver
 from weft.runtime.sender import Sender
@@ -40,12 +39,11 @@ def parts_of(rank: int, num_ranks: int, dim: int) -> tuple[dict[str, tuple[slice
     return boxes, parts
 
 
-def _trainer(pipe: Any, address: str, rank: int, num_ranks: int, kind: str) -> None:
+def _trainer(pipe: Any, address: str, rank: int, num_ranks: int) -> None:
     boxes, parts = parts_of(rank, num_ranks, dim=0)
     arrays = {name: np.zeros_like(value[boxes[name]], order="C") for name, value in checkpoint(0).items()}
     weights = Weights.from_arrays(arrays, parts=parts)
-    transport = make_transport(kind, f"trainer {rank}", writer=rank)
-    with Sender(address, rank=rank, weights=weights, transport=transport, timeout_s=20.0) as sender:
+    with Sender(address, rank=rank, weights=weights, timeout_s=20.0) as sender:
         while (version := pipe.recv()) is not None:
             for name, value in checkpoint(version).items():
                 arrays[name][...] = value[boxes[name]]
@@ -56,15 +54,13 @@ def _trainer(pipe: Any, address: str, rank: int, num_ranks: int, kind: str) -> N
                 pipe.send("committed")
             except WeftError as error:
                 pipe.send(f"{type(error).__name__}: {error}")
-    transport.close()
 
 
-def _engine(pipe: Any, address: str, rank: int, num_ranks: int, kind: str) -> None:
+def _engine(pipe: Any, address: str, rank: int, num_ranks: int) -> None:
     boxes, parts = parts_of(rank, num_ranks, dim=1)
     arrays = {name: np.zeros_like(value[boxes[name]], order="C") for name, value in checkpoint(0).items()}
-    transport = make_transport(kind, f"engine {rank}", writer=rank)
     weights = Weights.from_arrays(arrays, parts=parts)
-    with Receiver(address, rank=rank, weights=weights, transport=transport) as receiver:
+    with Receiver(address, rank=rank, weights=weights) as receiver:
         while True:
             update = receiver.poll()
             if update is not None:
@@ -74,17 +70,16 @@ def _engine(pipe: Any, address: str, rank: int, num_ranks: int, kind: str) -> No
                 if request is None:
                     break
                 pipe.send((receiver.version, {name: array.copy() for name, array in arrays.items()}))
-    transport.close()
 
 
 class Member:
     """One member process."""
 
-    def __init__(self, side: str, address: str, rank: int, num_ranks: int, kind: str) -> None:
+    def __init__(self, side: str, address: str, rank: int, num_ranks: int) -> None:
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
         target = {"trainer": _trainer, "engine": _engine}[side]
-        self._process = context.Process(target=target, args=(theirs, address, rank, num_ranks, kind), daemon=True)
+        self._process = context.Process(target=target, args=(theirs, address, rank, num_ranks), daemon=True)
         self._process.start()
         theirs.close()
 

@@ -173,6 +173,12 @@ class VersionLedger:
         self._engines = {engine: self._engines[engine] for engine in ready}
         return self._commit_if_enough()
 
+    def restore(self, *, committed: int | None, last_decided: int) -> None:
+        """What members know of versions, after the controller was restarted."""
+        if self._open is not None:
+            raise VersionError(f"version {self._open.version} is open")
+        self._committed, self._last_decided = committed, max(last_decided, self._last_decided)
+
     def join(self, *, engine: int, num_ranks: int) -> None:
         """A new or returning engine takes part from the next version on."""
         if self._open is not None:

@@ -16,6 +16,7 @@ a whole message of the expected union is counted and dropped, never raised: a st
 from __future__ import annotations
 
 import ipaddress
+import os
 import re
 import time
 from collections.abc import Collection
@@ -191,7 +192,15 @@ class Client:
         self._monitor = self._socket.get_monitor_socket(
             zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
         )
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._poller = zmq.Poller()
+        for source in (self._socket, self._monitor, self._wake):
+            self._poller.register(source, zmq.POLLIN)
         self._socket.connect(address)
+
+    def wake(self) -> None:
+        """Make a waiting `receive` return at once; may be called from any thread."""
+        os.eventfd_write(self._wake, 1)
 
     def send(self, message: Any) -> None:
         """Queue a message; it leaves as soon as the server can be reached."""
@@ -204,14 +213,14 @@ class Client:
             ) from None
 
     def receive(self, timeout_s: float) -> Any | None:
-        """The next message, or None when there is none in time. Raises AuthError if the server refuses the key."""
+        """The next message, or None when there is none in time or `wake` was called. Raises AuthError if refused."""
         deadline = time.monotonic() + timeout_s
-        poller = zmq.Poller()
-        poller.register(self._socket, zmq.POLLIN)
-        poller.register(self._monitor, zmq.POLLIN)
-        while ready := dict(poller.poll(_left_ms(deadline))):
+        while ready := dict(self._poller.poll(_left_ms(deadline))):
             if self._socket in ready:
                 return self._decode(self._socket.recv_multipart())
+            if self._wake in ready:
+                os.eventfd_read(self._wake)
+                return None
             self._refused(zmq.utils.monitor.recv_monitor_message(self._monitor))
         return None
 
@@ -231,6 +240,7 @@ class Client:
 
     def close(self) -> None:
         """Disconnect; unsent messages are dropped."""
+        os.close(self._wake)
         self._socket.disable_monitor()
         self._monitor.close(linger=0)
         self._socket.close(linger=0)

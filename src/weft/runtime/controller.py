@@ -1,12 +1,12 @@
-"""The controller: knows the members, makes the plan, and decides every version once, for all.
+"""The controller: knows the members, chooses their transports, makes the plan, and decides every version once, for all.
 
-    consumes      Join, Want, Written, Ready, Failed, Committed, Beat, Leave      from members
-    produces      Refused, SendPlan, ReceivePlan, Go, Verify, Decide              to members
-    waits for     messages, a tenth of a second at most                          unblocked by   the network, `close`
+    consumes      Join, Opened, Want, Written, At, Paused, Ready, Failed, Committed, Beat, Leave      from members
+    produces      Welcome, Refused, Unknown, Open, SendPlan, ReceivePlan, Expect, Go, Verify, Boundary, Decide, Alive
+    waits for     messages, a tenth of a second at most                  unblocked by   the network, `close`
 
-One thread owns the socket and all state; nothing is shared. A version is open from the first Go until every engine
+One thread owns the socket and all state; nothing is shared. A version is open from the first Want until every engine
 has committed it, or until it was aborted and every trainer that was writing has stopped: only then may the next one be
-written.
+written. A controller that is started anew learns from members, as they join again, which versions were decided.
 
     with Controller(num_trainers=2, num_engine_ranks=2) as controller:
         Sender(controller.address, rank=0, …)
@@ -15,54 +15,82 @@ written.
 from __future__ import annotations
 
 import logging
+import secrets
 import threading
 import time
-from dataclasses import dataclass, field
+from collections import Counter
+from dataclasses import asdict, dataclass, field
 from typing import Any, Self
 
+import msgspec
+
+from weft.config import ReceiverMode, TransferSettings
 from weft.core import plan_file
 from weft.core.plan import Plan
 from weft.core.topology import Cluster, load_topology
 from weft.core.version import CommitPolicy, Decision, VersionLedger
-from weft.errors import VersionError, WeftError
+from weft.errors import ConfigError, VersionError, WeftError
 from weft.runtime.channel import Server
 from weft.runtime.messages import (
     PROTOCOL,
+    STEPS_AHEAD,
+    Alive,
+    At,
     Beat,
+    Boundary,
     Committed,
     Decide,
+    Expect,
     Failed,
     Go,
     Join,
     Leave,
+    Loss,
+    Open,
+    Opened,
     Part,
+    Paused,
     Ready,
     Refused,
     ToController,
+    Unknown,
     Verify,
     Want,
+    Welcome,
     Written,
 )
-from weft.runtime.parts import plan_members, receive_plan, send_plan
+from weft.runtime.parts import Parts, plan_members
+from weft.transport.registry import Choice, choose
 
 log = logging.getLogger(__name__)
 POLL_S = 0.1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Timing:
-    """How long the controller waits."""
+class ControllerStatistics:
+    """A snapshot of what a controller knows."""
 
-    silence_s: float = 5.0
-    """A member that was not heard of for this long is lost."""
-    version_s: float = 60.0
-    """A version that is not decided in this time is aborted."""
+    members: tuple[str, ...]
+    lost: dict[str, str]
+    """Members that are gone, and how."""
+    links: dict[str, int]
+    """`transport (reason)` and how many links use it."""
+    plan_digest: str
+    bytes_per_version: int
+    committed: int | None
+    num_committed: int
+    num_aborted: int
+    last_abort: str
+    last_version_s: float
+    """From the first trainer's wish to write until the last engine had committed."""
+    channel: dict[str, int]
 
 
 @dataclass(slots=True)
 class _Member:
     join: Join
     last_heard: float
+    opened: Opened | None = None
 
 
 @dataclass(slots=True)
@@ -70,18 +98,27 @@ class _Transfer:
     """The version that is being written, or waits to be committed everywhere."""
 
     version: int
+    began: float
     deadline: float
+    engines: set[int]
+    """Engine ranks that take part."""
+    unpaused: set[int]
+    """Engine ranks that must pause before anyone may write."""
+    waiting: set[int] = field(default_factory=set)
+    """Trainers that want to write and were not told to go."""
     writers: set[int] = field(default_factory=set)
     """Trainers that were told to go and have not reported back."""
     finished: set[int] = field(default_factory=set)
     """Trainers that have written all they owe."""
     parts: list[Part] = field(default_factory=list)
-    uncommitted: set[int] | None = None
-    """Engine ranks that still have to commit; None before the decision."""
+    steps: dict[int, int] = field(default_factory=dict)
+    """Engine rank → the step it had reached when it learned of the version."""
+    is_decided: bool = False
+    is_commit: bool = False
 
     @property
-    def retired(self) -> bool:
-        return self.uncommitted is not None and not self.uncommitted and not self.writers
+    def was_written(self) -> bool:
+        return bool(self.writers or self.finished)
 
 
 class Controller:
@@ -94,34 +131,72 @@ class Controller:
         num_trainers: int,
         num_engine_ranks: int,
         ranks_per_engine: int = 1,
+        policy: CommitPolicy = CommitPolicy.ALL,
+        quorum: int = 0,
+        settings: TransferSettings | None = None,
         cluster: Cluster | None = None,
-        timing: Timing | None = None,
         **security: Any,
     ) -> None:
-        self._server = Server(address, messages=ToController, **security)
-        self.address = self._server.address
+        """`policy` and `quorum`: how many engines a version needs. `settings` are shipped to every member."""
+        if num_trainers < 1 or num_engine_ranks < 1 or ranks_per_engine < 1 or num_engine_ranks % ranks_per_engine:
+            raise ConfigError(
+                f"{num_trainers} trainers and {num_engine_ranks} engine ranks in engines of {ranks_per_engine}",
+                hint="at least one of each, and a whole number of engines",
+            )
+        engines = dict.fromkeys(range(num_engine_ranks // ranks_per_engine), ranks_per_engine)
+        self._ledger = VersionLedger(num_trainers=num_trainers, engines=engines, policy=policy, quorum=quorum)
+        self._needed_engines = len(engines) if policy is CommitPolicy.ALL else quorum
         self._num = {"trainer": num_trainers, "engine": num_engine_ranks}
         self._ranks_per_engine = ranks_per_engine
+        self._settings = settings or TransferSettings()
         self._cluster = cluster or load_topology("h100-ib400")
-        self._timing = timing or Timing()
+        self._name = secrets.token_hex(8)
         self._members: dict[str, _Member] = {}
         self._lost: dict[str, str] = {}
         """Members that are gone, and how; until they join again."""
-        engines = dict.fromkeys(range(num_engine_ranks // ranks_per_engine), ranks_per_engine)
-        self._ledger = VersionLedger(num_trainers=num_trainers, engines=engines, policy=CommitPolicy.ALL)
+        self._round = 0
+        self._links: dict[tuple[int, int], Choice] = {}
         self._plan: Plan | None = None
+        self._plan_digest = ""
+        self._must_plan = False
+        self._must_be_fresh = False
+        """A trainer was lost while it wrote."""
+        self._is_rebuilt = False
         self._transfer: _Transfer | None = None
         self._wants: dict[int, int] = {}
-        self._committed: int | None = None
+        self._uncommitted: set[int] = set()
+        """Engine ranks that were told to commit a version and have not done so."""
+        self._counts: Counter[str] = Counter()
+        self._last_abort, self._last_version_s = "", 0.0
         self._planned = threading.Event()
         self._stop = threading.Event()
+        self._server = Server(address, messages=ToController, **security)
+        self.address = self._server.address
         self._thread = threading.Thread(target=self._run, name="weft-controller", daemon=True)
         self._thread.start()
 
     @property
     def committed(self) -> int | None:
-        """The last version that was committed, for observers in this process."""
-        return self._committed
+        """The last version that was decided to be committed."""
+        return self._ledger.committed
+
+    def statistics(self) -> ControllerStatistics:
+        """A snapshot, for observers in this process."""
+        links = Counter(f"{choice.transport} ({choice.reason})" for choice in self._links.copy().values())
+        plan = self._plan
+        return ControllerStatistics(
+            members=tuple(sorted(self._members.copy())),
+            lost=dict(self._lost),
+            links=dict(links),
+            plan_digest=self._plan_digest,
+            bytes_per_version=plan.total_bytes if plan is not None else 0,
+            committed=self._ledger.committed,
+            num_committed=self._counts["committed"],
+            num_aborted=self._counts["aborted"],
+            last_abort=self._last_abort,
+            last_version_s=self._last_version_s,
+            channel=asdict(self._server.statistics()),
+        )
 
     def wait_planned(self, timeout_s: float = 60.0) -> bool:
         """Wait until all members are there and have their part of the plan; False when they are not in time."""
@@ -137,6 +212,8 @@ class Controller:
 
     def __exit__(self, *_: Any) -> None:
         self.close()
+
+    # The loop
 
     def _run(self) -> None:
         try:
@@ -154,95 +231,279 @@ class Controller:
             return
         known = self._members.get(member)
         if known is None:
-            self._server.send(member, Refused(reason=f"{member} is not a member", hint="join first"))
+            if not isinstance(message, Leave):
+                self._server.send(member, Unknown(controller=self._name))
             return
         known.last_heard = time.monotonic()
         try:
-            self._report(member, known.join, message)
+            self._report(member, known, message)
         except VersionError as error:
             log.warning("%s: %s", member, error)
             self._server.send(member, Refused(reason=str(error), hint=error.hint or ""))
+            self._lose(member, f"was refused: {error}")
 
-    def _report(self, member: str, join: Join, message: Any) -> None:
+    def _report(self, member: str, known: _Member, message: Any) -> None:
+        rank = known.join.rank
         match message:
             case Beat():
-                return
+                self._server.send(member, Alive(controller=self._name))
+            case Opened():
+                self._opened(known, message)
             case Want(version=version):
-                self._wants[join.rank] = version
+                self._wants[rank] = version
                 self._let_go()
-            case Written(version=version, parts=parts):
-                self._written(join.rank, version, parts)
+            case Written(version=version, parts=parts, losses=losses):
+                self._written(rank, version, parts, losses)
+            case At(version=version, step=step):
+                self._at(rank, version, step)
+            case Paused(version=version):
+                self._paused(rank, version)
             case Ready(version=version):
-                engine, rank = divmod(join.rank, self._ranks_per_engine)
-                self._apply(self._ledger.ready(engine=engine, rank=rank, version=version))
+                engine, number = divmod(rank, self._ranks_per_engine)
+                self._apply(self._ledger.ready(engine=engine, rank=number, version=version))
             case Failed(version=version, reason=reason):
-                self._failed(member, join, version, reason)
+                self._failed(member, known.join, version, reason)
             case Committed(version=version):
-                self._engine_committed(join.rank, version)
-            case Leave():
-                self._lose(member, "left")
+                self._engine_committed(rank, version)
+            case Leave(reason=reason):
+                self._lose(member, f"left: {reason}" if reason else "left")
+
+    def _look_at_clocks(self) -> None:
+        now = time.monotonic()
+        for member, known in list(self._members.items()):
+            silent_s = now - known.last_heard
+            if silent_s > self._settings.silence_s:
+                self._lose(member, f"was not heard of for {silent_s:.1f} s")
+        transfer = self._transfer
+        if transfer is not None and not transfer.is_decided and now > transfer.deadline:
+            self._apply(self._ledger.timed_out(self._lateness(transfer)))
+
+    def _lateness(self, transfer: _Transfer) -> str:
+        """What a version that is late waits for."""
+        waits = [f"engine {rank} to pause" for rank in sorted(transfer.unpaused)]
+        waits += [f"trainer {rank} to write" for rank in sorted(set(range(self._num["trainer"])) - transfer.finished)]
+        late = f"version {transfer.version} was not ready everywhere after {self._settings.version_s:.1f} s"
+        return f"{late}, waiting for {', '.join(waits) or 'engines to verify it'}"
+
+    # Members
 
     def _join(self, member: str, join: Join) -> None:
-        if (
-            join.protocol != PROTOCOL
-            or not 0 <= join.rank < self._num[join.side]
-            or member != f"{join.side} {join.rank}"
-        ):
+        expected = 0 <= join.rank < self._num[join.side] and member == f"{join.side} {join.rank}"
+        if join.protocol != PROTOCOL or not expected:
             reason = f"{member} (protocol {join.protocol}, {join.side} rank {join.rank}) does not fit {self._num}"
             self._server.send(member, Refused(reason=reason, hint="check ranks and the installed weft version"))
             return
         if member in self._members:
-            self._lose(member, "was restarted")
+            self._lose(member, "joined anew")
         self._members[member] = _Member(join, time.monotonic())
         self._lost.pop(member, None)
-        if len(self._members) == sum(self._num.values()):
-            self._make_plan()
+        if join.pending is not None:
+            self._uncommitted.add(join.rank)
+        settings = self._settings
+        self._server.send(
+            member, Welcome(controller=self._name, settings=settings, ranks_per_engine=self._ranks_per_engine)
+        )
+        log.info("%s joined (%d of %d)", member, len(self._members), sum(self._num.values()))
+        self._must_plan = True
+        self._plan_if_possible()
 
     def _joins(self, side: str) -> dict[int, Join]:
         joins = [known.join for known in self._members.values() if known.join.side == side]
         return {join.rank: join for join in sorted(joins, key=lambda join: join.rank)}
+
+    def _plan_if_possible(self) -> None:
+        """When all members are there and no version is under way: let them open transports, for a new plan."""
+        if not self._must_plan or len(self._members) < sum(self._num.values()):
+            return
+        self._retire()
+        if self._transfer is not None or (self._uncommitted and self._must_be_fresh):
+            return
+        self._must_plan = False
+        self._round += 1
+        try:
+            self._links = self._choose_links()
+        except WeftError as error:
+            self._refuse_all(error)
+            return
+        for member, known in self._members.items():
+            mine = {
+                choice.transport
+                for (trainer, engine), choice in self._links.items()
+                if (trainer if known.join.side == "trainer" else engine) == known.join.rank
+            }
+            message = Open(round=self._round, transports=sorted(mine), fresh=self._must_be_fresh)
+            self._server.send(member, message)
+        self._must_be_fresh = False
+
+    def _choose_links(self) -> dict[tuple[int, int], Choice]:
+        settings = self._settings
+        links = {}
+        for trainer, src in self._joins("trainer").items():
+            for engine, dst in self._joins("engine").items():
+                shadow = settings.mode is ReceiverMode.SHADOW  # staging memory is weft's own
+                place = msgspec.structs.replace(dst.place, shareable=shadow or dst.place.shareable)
+                links[trainer, engine] = choose(
+                    src.place, place, wanted=settings.transport, allow_fallback=settings.allow_fallback
+                )
+        return links
+
+    def _opened(self, known: _Member, message: Opened) -> None:
+        if message.round != self._round:
+            return
+        known.opened = message
+        everyone = self._members.values()
+        if len(everyone) == sum(self._num.values()) and all(
+            other.opened is not None and other.opened.round == self._round for other in everyone
+        ):
+            self._make_plan()
 
     def _make_plan(self) -> None:
         trainers, engines = self._joins("trainer"), self._joins("engine")
         try:
             plan = plan_members(trainers, engines, self._cluster, ranks_per_engine=self._ranks_per_engine)
         except WeftError as error:
-            log.error("no plan: %s", error)
-            for member in list(self._members):
-                self._server.send(member, Refused(reason=str(error), hint=error.hint or ""))
-            self._members.clear()
+            self._refuse_all(error)
             return
-        self._plan = plan
-        digest = plan_file.digest(plan)
-        for rank in trainers:
-            self._server.send(f"trainer {rank}", send_plan(plan, digest, rank, trainers, engines))
+        self._plan, self._plan_digest = plan, plan_file.digest(plan)
+        opened = tuple(
+            {known.join.rank: known.opened for known in self._members.values() if known.join.side == side}
+            for side in ("trainer", "engine")
+        )
+        transports = {link: choice.transport for link, choice in self._links.items()}
+        parts = Parts(plan, self._plan_digest, (trainers, engines), opened, transports)  # type: ignore[arg-type]
         for rank in engines:
-            self._server.send(f"engine {rank}", receive_plan(plan, digest, rank))
+            self._server.send(f"engine {rank}", parts.receive_plan(rank))
+        for rank in trainers:
+            self._server.send(f"trainer {rank}", parts.send_plan(rank))
+        if not self._is_rebuilt:
+            self._rebuild()
         self._planned.set()
-        log.info("plan %s: %d bytes per version", digest[:16], plan.total_bytes)
+        log.info("plan %s: %d bytes per version", self._plan_digest[:16], plan.total_bytes)
+        for link, count in self.statistics().links.items():
+            log.info("%d links: %s", count, link)
+        self._let_go()
+
+    def _refuse_all(self, error: WeftError) -> None:
+        log.error("no plan: %s", error)
+        for member in list(self._members):
+            self._server.send(member, Refused(reason=str(error), hint=error.hint or ""))
+        self._members.clear()
+
+    def _rebuild(self) -> None:
+        """What members knew of versions when they joined: everything, if the controller before this one died."""
+        self._is_rebuilt = True
+        engines = self._joins("engine")
+        known = [version for join in engines.values() for version in (join.last, join.pending) if version is not None]
+        committed = max(known, default=None)
+        offered = [join.last for join in self._joins("trainer").values() if join.last is not None]
+        self._ledger.restore(committed=committed, last_decided=max([*known, *offered], default=-1))
+        for rank, join in engines.items():
+            if committed is not None and join.ready == committed and join.pending is None and join.last != committed:
+                self._uncommitted.add(rank)
+                self._server.send(f"engine {rank}", Decide(version=committed, commit=True))
+
+    def _lose(self, member: str, how: str) -> None:
+        """A member is gone: abort what depends on it, and plan again when it comes back."""
+        known = self._members.pop(member, None)
+        if known is None:
+            return
+        log.warning("%s %s", member, how)
+        self._lost[member] = how
+        self._must_plan = True
+        self._planned.clear()
+        rank, transfer = known.join.rank, self._transfer
+        if known.join.side == "trainer":
+            self._wants.pop(rank, None)
+            if transfer is not None and rank in transfer.writers:
+                transfer.writers.discard(rank)
+                self._must_be_fresh = True
+        else:
+            self._uncommitted.discard(rank)
+            if transfer is not None:
+                transfer.unpaused.discard(rank)
+        self._apply(self._fail(known.join, how))
+        self._finish()
+        self._let_go()
+
+    # Versions
+
+    def _retire(self) -> None:
+        """Forget a version that is out of everybody's way."""
+        transfer = self._transfer
+        if transfer is not None and transfer.is_decided and not transfer.writers and not self._uncommitted:
+            self._transfer = None
+
+    def _live_engines(self) -> list[int]:
+        """Engines of which every rank is there and open."""
+        present = {
+            known.join.rank
+            for known in self._members.values()
+            if known.join.side == "engine" and known.opened is not None and known.opened.round == self._round
+        }
+        size = self._ranks_per_engine
+        return [
+            engine
+            for engine in range(self._num["engine"] // size)
+            if present.issuperset(range(engine * size, (engine + 1) * size))
+        ]
 
     def _let_go(self) -> None:
         """Answer trainers that want to write, if the last version is out of the way."""
-        if self._transfer is not None and self._transfer.retired:
-            self._transfer = None
-        if self._plan is None:
+        self._retire()
+        self._plan_if_possible()
+        if not self._wants:
+            return
+        trainers_there = len(self._joins("trainer")) == self._num["trainer"]
+        if self._plan is None or not trainers_there or len(self._live_engines()) < self._needed_engines:
             self._turn_away()
             return
         for trainer, version in sorted(self._wants.items()):
             transfer = self._transfer
-            if transfer is not None and (version != transfer.version or transfer.uncommitted is not None):
+            if transfer is not None and (version != transfer.version or transfer.is_decided):
+                continue
+            if transfer is None and self._uncommitted:
                 continue
             del self._wants[trainer]
-            try:
-                self._ledger.publish(trainer=trainer, version=version)
-            except VersionError as error:
-                refusal = Decide(version=version, commit=False, reason=f"{error}: versions must grow")
-                self._server.send(f"trainer {trainer}", refusal)
-                continue
-            if transfer is None:
-                self._transfer = transfer = _Transfer(version, time.monotonic() + self._timing.version_s)
+            self._offer(trainer, version)
+
+    def _offer(self, trainer: int, version: int) -> None:
+        """A trainer's turn: open the version, or join the others that write it."""
+        try:
+            if self._transfer is None:
+                for engine in set(self._live_engines()) - set(self._ledger.engines):
+                    self._ledger.join(engine=engine, num_ranks=self._ranks_per_engine)
+            self._ledger.publish(trainer=trainer, version=version)
+        except VersionError as error:
+            refusal = Decide(version=version, commit=False, reason=f"{error}: versions must grow")
+            self._server.send(f"trainer {trainer}", refusal)
+            return
+        if self._transfer is None:
+            self._begin(version)
+        assert self._transfer is not None
+        self._transfer.waiting.add(trainer)
+        self._send_writers(self._transfer)
+
+    def _begin(self, version: int) -> None:
+        size = self._ranks_per_engine
+        ranks = {engine * size + number for engine in self._live_engines() for number in range(size)}
+        now = time.monotonic()
+        self._transfer = _Transfer(
+            version=version,
+            began=now,
+            deadline=now + self._settings.version_s,
+            engines=ranks,
+            unpaused=set(ranks) if self._settings.mode is ReceiverMode.IN_PLACE else set(),
+        )
+        for rank in sorted(ranks):
+            self._server.send(f"engine {rank}", Expect(version=version))
+
+    def _send_writers(self, transfer: _Transfer) -> None:
+        if transfer.unpaused or transfer.is_decided:
+            return
+        for trainer in sorted(transfer.waiting):
             transfer.writers.add(trainer)
-            self._server.send(f"trainer {trainer}", Go(version=version))
+            self._server.send(f"trainer {trainer}", Go(version=transfer.version, engines=sorted(transfer.engines)))
+        transfer.waiting.clear()
 
     def _turn_away(self) -> None:
         """While a member is lost no version can be written: say so at once instead of letting trainers wait."""
@@ -253,30 +514,49 @@ class Controller:
             self._server.send(f"trainer {trainer}", Decide(version=version, commit=False, reason=reason))
         self._wants.clear()
 
-    def _written(self, trainer: int, version: int, parts: list[Part]) -> None:
+    def _at(self, rank: int, version: int, step: int) -> None:
+        """An engine rank says where it is; when all ranks of its engine have, they learn where to meet."""
+        transfer = self._transfer
+        if transfer is None or transfer.version != version:
+            return
+        transfer.steps[rank] = step
+        first = rank // self._ranks_per_engine * self._ranks_per_engine
+        ranks = range(first, first + self._ranks_per_engine)
+        if all(other in transfer.steps for other in ranks):
+            boundary = max(transfer.steps[other] for other in ranks) + STEPS_AHEAD
+            for other in ranks:
+                self._server.send(f"engine {other}", Boundary(version=version, step=boundary))
+
+    def _paused(self, rank: int, version: int) -> None:
+        transfer = self._transfer
+        if transfer is not None and transfer.version == version:
+            transfer.unpaused.discard(rank)
+            self._send_writers(transfer)
+
+    def _written(self, trainer: int, version: int, parts: list[Part], losses: list[Loss]) -> None:
         transfer = self._transfer
         if transfer is None or transfer.version != version:
             return
         transfer.writers.discard(trainer)
         transfer.finished.add(trainer)
         transfer.parts += parts
-        if transfer.uncommitted is None and len(transfer.finished) == self._num["trainer"]:
-            self._ask_to_verify(transfer)
+        for loss in losses:  # if it lives, it joins again
+            self._lose(f"engine {loss.engine}", f"could not be written to by trainer {trainer}: {loss.reason}")
+        if not transfer.is_decided and len(transfer.finished) == self._num["trainer"]:
+            for rank in sorted(transfer.engines):
+                mine = [part for part in transfer.parts if part.engine == rank]
+                self._server.send(f"engine {rank}", Verify(version=version, parts=mine))
         self._let_go()
 
-    def _ask_to_verify(self, transfer: _Transfer) -> None:
-        for engine in range(self._num["engine"]):
-            mine = [part for part in transfer.parts if part.engine == engine]
-            digest = sum(part.digest for part in mine) % (1 << 64)
-            num_bytes = sum(part.num_bytes for part in mine)
-            self._server.send(f"engine {engine}", Verify(version=transfer.version, num_bytes=num_bytes, digest=digest))
-
     def _failed(self, member: str, join: Join, version: int, reason: str) -> None:
-        if self._transfer is None or self._transfer.version != version:
+        transfer = self._transfer
+        if transfer is None or transfer.version != version:
+            if join.side == "trainer" and self._wants.get(join.rank) == version:
+                del self._wants[join.rank]
             return
         log.warning("%s failed version %d: %s", member, version, reason)
-        if join.side == "trainer":
-            self._transfer.writers.discard(join.rank)
+        if join.side == "trainer":  # one that writes says so when it has stopped
+            transfer.waiting.discard(join.rank)
         self._apply(self._fail(join, reason))
         self._let_go()
 
@@ -285,52 +565,52 @@ class Controller:
             return self._ledger.trainer_failed(join.rank, reason)
         return self._ledger.engine_failed(join.rank // self._ranks_per_engine, f"rank {join.rank}: {reason}")
 
-    def _engine_committed(self, engine: int, version: int) -> None:
+    def _engine_committed(self, rank: int, version: int) -> None:
+        log.debug("engine %d serves version %d", rank, version)
+        self._uncommitted.discard(rank)
+        self._finish()
+        self._let_go()
+
+    def _finish(self) -> None:
+        """When every engine serves a version, trainers may know."""
         transfer = self._transfer
-        if transfer is not None and transfer.version == version and transfer.uncommitted is not None:
-            transfer.uncommitted.discard(engine)
-            self._let_go()
+        if transfer is None or not transfer.is_commit or self._uncommitted:
+            return
+        transfer.is_commit = False
+        self._counts["committed"] += 1
+        self._last_version_s = time.monotonic() - transfer.began
+        log.info("version %d is served everywhere (%.1f ms)", transfer.version, self._last_version_s * 1e3)
+        for rank in self._joins("trainer"):
+            self._server.send(f"trainer {rank}", Decide(version=transfer.version, commit=True))
 
     def _apply(self, decision: Decision | None) -> None:
         """Tell everybody what was decided."""
         transfer = self._transfer
         if decision is None or transfer is None or transfer.version != decision.version:
             return
-        transfer.uncommitted = set(self._joins("engine")) if decision.commit else set()
+        transfer.is_decided, transfer.is_commit = True, decision.commit
+        size = self._ranks_per_engine
+        commits = {engine * size + number for engine in decision.engines for number in range(size)}
+        self._uncommitted |= commits & set(self._joins("engine"))
+        for rank in self._joins("engine"):
+            message = Decide(
+                version=decision.version,
+                commit=rank in commits,
+                torn=transfer.was_written,
+                reason=decision.reason or "its engine was dropped",
+            )
+            self._server.send(f"engine {rank}", message)
         if decision.commit:
-            self._committed = decision.version
-        message = Decide(version=decision.version, commit=decision.commit, reason=decision.reason)
-        for member in self._members:
-            self._server.send(member, message)
+            self._finish()
+        else:
+            self._abort(decision)
         self._let_go()
 
-    def _lose(self, member: str, how: str) -> None:
-        """A member is gone: abort what depends on it, and plan again when it comes back."""
-        known = self._members.pop(member, None)
-        if known is None:
-            return
-        log.warning("%s %s", member, how)
-        self._lost[member] = how
-        self._plan = None
-        self._planned.clear()
-        rank = known.join.rank
-        if known.join.side == "trainer":
-            self._wants.pop(rank, None)
-        if self._transfer is not None and known.join.side == "trainer":
-            self._transfer.writers.discard(rank)
-        if self._transfer is not None and self._transfer.uncommitted is not None and known.join.side == "engine":
-            self._transfer.uncommitted.discard(rank)
-        self._apply(self._fail(known.join, how))
-        self._let_go()
-
-    def _look_at_clocks(self) -> None:
-        now = time.monotonic()
-        for member, known in list(self._members.items()):
-            silent_s = now - known.last_heard
-            if silent_s > self._timing.silence_s:
-                self._lose(member, f"was not heard of for {silent_s:.1f} s")
-        transfer = self._transfer
-        if transfer is not None and transfer.uncommitted is None and now > transfer.deadline:
-            reason = f"version {transfer.version} was not ready everywhere after {self._timing.version_s:.1f} s"
-            transfer.writers.clear()
-            self._apply(self._ledger.timed_out(reason))
+    def _abort(self, decision: Decision) -> None:
+        self._counts["aborted"] += 1
+        self._last_abort = decision.reason
+        log.warning("version %d was aborted: %s", decision.version, decision.reason)
+        for rank in self._joins("trainer"):
+            message = Decide(version=decision.version, commit=False, reason=decision.reason)
+            self._server.send(f"trainer {rank}", message)
+        self._wants = {rank: version for rank, version in self._wants.items() if version != decision.version}

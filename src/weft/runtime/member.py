@@ -1,8 +1,11 @@
-"""What senders and receivers share: a thread that owns the control channel, beats, and hands messages on.
+"""What senders and receivers share: a thread that owns the control channel, beats, joins, and hands messages on.
 
-consumes      messages from the controller, requests from the member's own threads
-produces      calls of `handle(message)`, `idle()` on the control thread
-waits for     the network, a few milliseconds at most        unblocked by   the network, `close`
+consumes      messages from the controller, messages of the member's own threads
+produces      calls of the member's `Duties`, on this thread
+waits for     the network, until the next beat at most        unblocked by   the network, `post`, `close`
+
+A controller that falls silent is reported once. When it is back it does not know the member any more and says so; the
+member then joins again, with what it knows of versions, so that the controller can rebuild its state.
 """
 
 from __future__ import annotations
@@ -10,70 +13,136 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
-from weft.errors import ProtocolError, WeftError
+from weft.config import TransferSettings
+from weft.errors import PeerLost, ProtocolError, WeftError
 from weft.runtime.channel import Client
-from weft.runtime.messages import Beat, Leave, ToMember
+from weft.runtime.messages import Alive, Beat, Join, Leave, Refused, ToMember, Unknown, Welcome
 
-POLL_S = 0.002
-BEAT_S = 0.5
+CLOSE_S = 10.0
+GOODBYE_S = 0.05
+
+
+class Duties(Protocol):
+    """What a member does when something happens; called on the control thread."""
+
+    def join_message(self) -> Join | None:
+        """How to join now; None while the member cannot."""
+
+    def handle(self, message: Any) -> None:
+        """A message from the controller."""
+
+    def idle(self) -> float | None:
+        """Called between messages; returns in how many seconds to call again, None for whenever."""
+
+    def controller_lost(self, error: WeftError) -> None:
+        """The controller is silent; it may come back."""
+
+    def failed(self, error: WeftError) -> None:
+        """The member cannot go on."""
 
 
 class ControlThread:
     """Owns a member's channel; other threads post messages through it."""
 
-    def __init__(
-        self,
-        client: Client,
-        *,
-        handle: Callable[[Any], None],
-        idle: Callable[[], None] = lambda: None,
-        failed: Callable[[WeftError], None],
-    ) -> None:
-        self._client, self._handle, self._idle, self._failed = client, handle, idle, failed
+    def __init__(self, address: str, member: str, duties: Duties, **security: Any) -> None:
+        self._client = Client(address, member=member, messages=ToMember, **security)
+        self._address, self._duties = address, duties
+        self.settings = TransferSettings()
+        """The controller's, once it has answered."""
+        self.ranks_per_engine = 1
+        self._controller = ""
+        self._must_join = True
+        self._last_heard = time.monotonic()
+        self._is_lost = False
         self._outgoing: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, name=f"weft-{client.member}", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=f"weft-{member}", daemon=True)
 
     def start(self) -> None:
-        """Begin listening."""
+        """Begin listening, and join."""
         self._thread.start()
 
     def post(self, message: Any) -> None:
         """Send a message soon, from any thread."""
         self._outgoing.put(message)
+        if not self._stop.is_set():
+            self._client.wake()
 
     def close(self) -> None:
         """Say goodbye and stop."""
-        self._outgoing.put(Leave())
+        if self._stop.is_set():
+            return
+        self.post(Leave())
         self._stop.set()
-        self._thread.join(10.0)
+        self._thread.join(CLOSE_S)
 
     def _run(self) -> None:
-        last_beat = 0.0
         try:
-            while True:
-                stopping = self._stop.is_set()
-                self._send_all()
-                if stopping:
-                    time.sleep(0.05)  # let the goodbye leave before the socket closes
-                    return
-                if time.monotonic() - last_beat > BEAT_S:
-                    last_beat = time.monotonic()
-                    self._client.send(Beat())
-                message = self._client.receive(POLL_S)
-                if message is not None:
-                    self._handle(message)
-                self._idle()
+            self._loop()
         except WeftError as error:
-            self._failed(error)
+            self._duties.failed(error)
+            self._client.send(Leave(reason=str(error)))
+            time.sleep(GOODBYE_S)
         except Exception as error:  # a defect of ours: the member's owner must hear of it, not only this thread
-            self._failed(ProtocolError(f"{self._client.member}: {type(error).__name__} in the control thread: {error}"))
+            what = f"{self._client.member}: {type(error).__name__} in the control thread: {error}"
+            self._duties.failed(ProtocolError(what))
             raise
         finally:
+            self._stop.set()
             self._client.close()
+
+    def _loop(self) -> None:
+        next_beat, again_s = 0.0, None
+        while True:
+            stopping = self._stop.is_set()
+            self._send_all()
+            if stopping:
+                time.sleep(GOODBYE_S)  # let the goodbye leave before the socket closes
+                return
+            now = time.monotonic()
+            if now >= next_beat:
+                next_beat = now + self.settings.beat_s
+                self._beat(now)
+            left_s = next_beat - now
+            message = self._client.receive(left_s if again_s is None else min(left_s, again_s))
+            if message is not None:
+                self._take(message)
+            again_s = self._duties.idle()
+
+    def _beat(self, now: float) -> None:
+        if self._must_join:
+            join = self._duties.join_message()
+            if join is not None:
+                self._must_join = False
+                self._client.send(join)
+        else:
+            self._client.send(Beat())
+        silent_s = now - self._last_heard
+        if silent_s > self.settings.silence_s and not self._is_lost:
+            self._is_lost = True
+            what = f"the controller at `{self._address}` has not answered for {silent_s:.1f} s"
+            self._duties.controller_lost(PeerLost(what, hint="members join again by themselves when it is back"))
+
+    def _take(self, message: Any) -> None:
+        self._last_heard = time.monotonic()
+        self._is_lost = False
+        match message:
+            case Welcome(controller=controller, settings=settings, ranks_per_engine=ranks_per_engine):
+                self._controller, self.settings, self.ranks_per_engine = controller, settings, ranks_per_engine
+            case Alive():
+                return
+            case Unknown(controller=controller):
+                self._must_join = True
+                if controller != self._controller:
+                    what = f"the controller at `{self._address}` was restarted"
+                    self._duties.controller_lost(PeerLost(what, hint="members join again by themselves"))
+                self._controller = controller
+            case Refused(reason=reason, hint=hint):
+                raise ProtocolError(f"the controller refused {self._client.member}: {reason}", hint=hint or None)
+            case _:
+                self._duties.handle(message)
 
     def _send_all(self) -> None:
         while True:
@@ -81,8 +150,3 @@ class ControlThread:
                 self._client.send(self._outgoing.get_nowait())
             except queue.Empty:
                 return
-
-
-def open_channel(address: str, member: str, **security: Any) -> Client:
-    """A member's channel to the controller."""
-    return Client(address, member=member, messages=ToMember, **security)

@@ -1,7 +1,8 @@
-"""Everything that travels on the control plane. Version 1.
+"""Everything that travels on the control plane. Version 2.
 
-    member → controller   Join, Want, Written, Ready, Failed, Committed, Beat, Leave
-    controller → member   Refused, SendPlan, ReceivePlan, Go, Verify, Decide
+    member → controller   Join, Opened, Want, Written, At, Paused, Ready, Failed, Committed, Beat, Leave
+    controller → member   Welcome, Refused, Unknown, Open, SendPlan, ReceivePlan, Expect, Go, Verify, Boundary, Decide,
+                          Alive
 
 Columns of numbers travel as little-endian 8-byte integers.
 """
@@ -13,9 +14,13 @@ from typing import Literal
 import msgspec
 import numpy as np
 
+from weft.config import TransferSettings
 from weft.transport.base import Column, Descriptor, Endpoint
+from weft.transport.registry import Place
 
-PROTOCOL = 1
+PROTOCOL = 2
+STEPS_AHEAD = 2
+"""How many steps an engine rank may go on while the ranks of its engine agree on a boundary."""
 
 
 class _Message(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True, kw_only=True):
@@ -23,27 +28,48 @@ class _Message(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True
 
 
 class HeldShard(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """One shard of a member, and where it lies in its memory."""
+    """One shard of a member."""
 
     name: str
+    aliases: tuple[str, ...] = ()
+    """Other names of the same memory (tied weights)."""
     dtype: str
     shape: tuple[int, ...]
     lo: tuple[int, ...]
     extent: tuple[int, ...]
     strides: tuple[int, ...]
-    address: int
 
 
 class Join(_Message, frozen=True):
-    """A member is there, with these weights."""
+    """A member is there, with these weights; also what it knows of versions, for a controller that was restarted."""
 
     protocol: int
     side: Literal["trainer", "engine"]
     rank: int
     held: list[HeldShard]
-    """For engines: with the address of the staging memory instead of the live one."""
+    place: Place
+    last: int | None = None
+    """Trainers: the highest version they were told to write. Engines: the version they serve."""
+    pending: int | None = None
+    """Engines: a version that was decided but is not visible yet."""
+    ready: int | None = None
+    """Engines: a version that is whole and verified, but not decided as far as they know."""
+
+
+class Offer(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """How a member is reached through one transport."""
+
     endpoint: Endpoint
     descriptors: list[Descriptor]
+
+
+class Opened(_Message, frozen=True):
+    """A member has opened its transports and registered its memory."""
+
+    round: int
+    offers: dict[str, Offer]
+    addresses: list[int]
+    """Where each held shard is read from (trainers) or written to (engines)."""
 
 
 class Want(_Message, frozen=True):
@@ -55,16 +81,38 @@ class Want(_Message, frozen=True):
 class Part(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """What one trainer wrote to one engine rank."""
 
+    trainer: int
     engine: int
     num_bytes: int
     digest: int
 
 
+class Loss(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """An engine rank a trainer could not write to."""
+
+    engine: int
+    reason: str
+
+
 class Written(_Message, frozen=True):
-    """A trainer has written all it owes for a version."""
+    """A trainer has written all it owes for a version, or has stopped writing it."""
 
     version: int
     parts: list[Part]
+    losses: list[Loss]
+
+
+class At(_Message, frozen=True):
+    """The step an engine rank has reached; it will not pass the boundary before it is told."""
+
+    version: int
+    step: int
+
+
+class Paused(_Message, frozen=True):
+    """An engine rank has stopped serving; its live weights may be written."""
+
+    version: int
 
 
 class Ready(_Message, frozen=True):
@@ -87,11 +135,22 @@ class Committed(_Message, frozen=True):
 
 
 class Beat(_Message, frozen=True):
-    """Still there."""
+    """A member is still there."""
 
 
 class Leave(_Message, frozen=True):
-    """A member goes, on purpose."""
+    """A member goes, on purpose or because it cannot go on."""
+
+    reason: str = ""
+
+
+class Welcome(_Message, frozen=True):
+    """A member has joined; how transfers are done here."""
+
+    controller: str
+    """Names this run of the controller."""
+    settings: TransferSettings
+    ranks_per_engine: int
 
 
 class Refused(_Message, frozen=True):
@@ -101,17 +160,31 @@ class Refused(_Message, frozen=True):
     hint: str = ""
 
 
+class Unknown(_Message, frozen=True):
+    """The controller does not know the member: it was restarted, or had given the member up. It should join again."""
+
+    controller: str
+
+
+class Open(_Message, frozen=True):
+    """All members are there: open these transports and register memory with them."""
+
+    round: int
+    transports: list[str]
+    fresh: bool
+    """A writer was lost while it wrote: memory it may still reach must not be used again."""
+
+
 class Target(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Rows one trainer writes to one engine rank."""
 
     engine: int
-    endpoint: Endpoint
-    descriptors: list[Descriptor]
+    offer: Offer
     src: bytes
     dst: bytes
     length: bytes
     position: bytes
-    """Where each row lies in the engine rank's staging memory: the digest's space."""
+    """Where each row lies in the engine rank's digest space."""
 
 
 class SendPlan(_Message, frozen=True):
@@ -121,25 +194,48 @@ class SendPlan(_Message, frozen=True):
     targets: list[Target]
 
 
+class Source(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Rows one engine rank gets from one trainer, in the order they are written."""
+
+    trainer: int
+    transport: str
+    address: bytes
+    position: bytes
+    length: bytes
+
+
 class ReceivePlan(_Message, frozen=True):
     """An engine rank's part of the plan."""
 
     plan_digest: str
-    num_bytes: int
+    sources: list[Source]
+
+
+class Expect(_Message, frozen=True):
+    """A version is coming; engines that receive in place must pause first."""
+
+    version: int
 
 
 class Go(_Message, frozen=True):
-    """A trainer may write a version."""
+    """A trainer may write a version, to these engine ranks."""
 
     version: int
+    engines: list[int]
 
 
 class Verify(_Message, frozen=True):
     """All trainers have written a version; this is what an engine rank should hold."""
 
     version: int
-    num_bytes: int
-    digest: int
+    parts: list[Part]
+
+
+class Boundary(_Message, frozen=True):
+    """The step at which all ranks of an engine commit (or, in place, pause for) a version."""
+
+    version: int
+    step: int
 
 
 class Decide(_Message, frozen=True):
@@ -147,11 +243,21 @@ class Decide(_Message, frozen=True):
 
     version: int
     commit: bool
+    torn: bool = False
+    """Aborted after writing had begun: what it was written to is neither the old nor the new version."""
     reason: str = ""
 
 
-ToController = Join | Want | Written | Ready | Failed | Committed | Beat | Leave
-ToMember = Refused | SendPlan | ReceivePlan | Go | Verify | Decide
+class Alive(_Message, frozen=True):
+    """The controller is still there."""
+
+    controller: str
+
+
+ToController = Join | Opened | Want | Written | At | Paused | Ready | Failed | Committed | Beat | Leave
+ToMember = (
+    Welcome | Refused | Unknown | Open | SendPlan | ReceivePlan | Expect | Go | Verify | Boundary | Decide | Alive
+)
 
 
 def pack(column: Column) -> bytes:

@@ -3,27 +3,48 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from weft.core.layout import Layout, Shard, Tensor
+from weft.core.layout import DTYPE_BYTES, Layout, Shard, Tensor
 from weft.core.plan import Plan
 from weft.core.planner import make_plan
 from weft.core.recipe import Op, Piece, Recipe
 from weft.core.runs import route_runs
 from weft.core.topology import Cluster
 from weft.errors import LayoutError, PlanError
-from weft.runtime.messages import Join, ReceivePlan, SendPlan, Target, pack
+from weft.runtime.messages import HeldShard, Join, Opened, ReceivePlan, SendPlan, Source, Target, pack
+from weft.transport.base import Column
+
+ALIGN = 256
+"""Shards begin at multiples of this in an engine rank's digest space."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rows:
+    """What one trainer writes to one engine rank, as columns."""
+
+    src: Column
+    dst: Column
+    length: Column
+    position: Column
 
 
 def plan_members(
     trainers: Mapping[int, Join], engines: Mapping[int, Join], cluster: Cluster, *, ranks_per_engine: int
 ) -> Plan:
     """The plan between the members that joined; engine tensors take the boxes of equally named trainer tensors."""
-    layout = _trainer_layout(trainers)
-    recipe = _recipe(engines, num_replicas=len(engines) // ranks_per_engine)
+    wanted = {held.name for join in engines.values() for held in join.held}
+    offered = {name for join in trainers.values() for held in join.held for name in (held.name, *held.aliases)}
+    sources = {
+        held.name: next((name for name in (held.name, *held.aliases) if name in offered), held.name)
+        for join in engines.values()
+        for held in join.held
+    }
+    layout = _trainer_layout(trainers, wanted | set(sources.values()))
+    recipe = _recipe(engines, sources, num_replicas=len(engines) // ranks_per_engine)
     topology = cluster.place(num_trainers=len(trainers), num_engines=len(engines))
     plan = make_plan(trainer=layout, recipe=recipe, topology=topology)
     if not np.isin(plan.recipe.op, (Op.COPY, Op.PAD)).all():
@@ -33,29 +54,41 @@ def plan_members(
     return plan
 
 
-def _trainer_layout(trainers: Mapping[int, Join]) -> Layout:
+def _names(held: HeldShard, wanted: set[str]) -> list[str]:
+    """The names under which a trainer's shard is asked for; its own where none is."""
+    return [name for name in (held.name, *held.aliases) if name in wanted] or [held.name]
+
+
+def _trainer_layout(trainers: Mapping[int, Join], wanted: set[str]) -> Layout:
     tensors: dict[str, Tensor] = {}
     shards = []
     for rank, join in trainers.items():
         for held in join.held:
-            tensor = Tensor(name=held.name, dtype=held.dtype, shape=held.shape)
-            if tensors.setdefault(held.name, tensor) != tensor:
-                raise LayoutError(
-                    f"trainer {rank} has `{held.name}` as {held.dtype} {list(held.shape)}, others as "
-                    f"{tensors[held.name].dtype} {list(tensors[held.name].shape)}"
-                )
-            shards.append(Shard(tensor=held.name, rank=rank, lo=held.lo, extent=held.extent, strides=held.strides))
+            for name in _names(held, wanted):
+                tensor = Tensor(name=name, dtype=held.dtype, shape=held.shape)
+                if tensors.setdefault(name, tensor) != tensor:
+                    raise LayoutError(
+                        f"trainer {rank} has `{name}` as {held.dtype} {list(held.shape)}, others as "
+                        f"{tensors[name].dtype} {list(tensors[name].shape)}"
+                    )
+                shards.append(Shard(tensor=name, rank=rank, lo=held.lo, extent=held.extent, strides=held.strides))
     return Layout.from_shards(list(tensors.values()), shards, num_ranks=len(trainers))
 
 
-def _recipe(engines: Mapping[int, Join], *, num_replicas: int) -> Recipe:
+def _recipe(engines: Mapping[int, Join], sources: Mapping[str, str], *, num_replicas: int) -> Recipe:
     tensors = {
         rank: [Tensor(name=held.name, dtype=held.dtype, shape=held.extent) for held in join.held]
         for rank, join in engines.items()
     }
     pieces = {
         rank: [
-            Piece(dst=held.name, source=held.name, dst_lo=(0,) * len(held.lo), extent=held.extent, src_lo=held.lo)
+            Piece(
+                dst=held.name,
+                source=sources[held.name],
+                dst_lo=(0,) * len(held.lo),
+                extent=held.extent,
+                src_lo=held.lo,
+            )
             for held in join.held
         ]
         for rank, join in engines.items()
@@ -63,40 +96,82 @@ def _recipe(engines: Mapping[int, Join], *, num_replicas: int) -> Recipe:
     return replace(Recipe.from_pieces(tensors, pieces), num_replicas=num_replicas)
 
 
-def send_plan(
-    plan: Plan, digest: str, trainer: int, trainers: Mapping[int, Join], engines: Mapping[int, Join]
-) -> SendPlan:
-    """The rows one trainer writes, for every engine rank it writes to."""
-    shard_address = _shard_addresses(plan, trainer, trainers[trainer])
-    targets = []
-    for engine in np.flatnonzero(plan.pair_bytes[trainer]):
-        join = engines[int(engine)]
+class Parts:
+    """Every member's part of one plan."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        digest: str,
+        joins: tuple[Mapping[int, Join], Mapping[int, Join]],
+        opened: tuple[Mapping[int, Opened], Mapping[int, Opened]],
+        transports: Mapping[tuple[int, int], str],
+    ) -> None:
+        self._plan, self._digest, self._transports = plan, digest, transports
+        self._trainers, self._engines = joins
+        self._from, self._to = opened
+        self._rows = {
+            (int(trainer), int(engine)): self._make_rows(int(trainer), int(engine))
+            for trainer, engine in zip(*np.nonzero(plan.pair_bytes), strict=True)
+        }
+
+    def send_plan(self, trainer: int) -> SendPlan:
+        """The rows one trainer writes. It begins with the engine rank of its own number, so that all are busy."""
+        engines = sorted(engine for t, engine in self._rows if t == trainer)
+        first = trainer % max(len(self._engines), 1)
+        ordered = [e for e in engines if e >= first] + [e for e in engines if e < first]
+        return SendPlan(plan_digest=self._digest, targets=[self._target(trainer, engine) for engine in ordered])
+
+    def _target(self, trainer: int, engine: int) -> Target:
+        rows = self._rows[trainer, engine]
+        return Target(
+            engine=engine,
+            offer=self._to[engine].offers[self._transports[trainer, engine]],
+            src=pack(rows.src),
+            dst=pack(rows.dst),
+            length=pack(rows.length),
+            position=pack(rows.position),
+        )
+
+    def receive_plan(self, engine: int) -> ReceivePlan:
+        """What one engine rank gets from every trainer."""
+        sources = [
+            Source(
+                trainer=trainer,
+                transport=self._transports[trainer, engine],
+                address=pack(rows.dst),
+                position=pack(rows.position),
+                length=pack(rows.length),
+            )
+            for (trainer, e), rows in self._rows.items()
+            if e == engine
+        ]
+        return ReceivePlan(plan_digest=self._digest, sources=sources)
+
+    def _make_rows(self, trainer: int, engine: int) -> Rows:
+        plan = self._plan
         routes = np.flatnonzero(plan.pair == trainer * plan.topology.num_engines + engine)
         runs = route_runs(plan, np.searchsorted(plan.first, routes, side="right") - 1)
-        staging = _staging_addresses(plan, int(engine), join)
-        dst = staging[runs.dst] + runs.dst_offset
-        targets.append(
-            Target(
-                engine=int(engine),
-                endpoint=join.endpoint,
-                descriptors=join.descriptors,
-                src=pack((shard_address[runs.shard] + runs.src_offset).astype(np.uint64)),
-                dst=pack(dst.astype(np.uint64)),
-                length=pack(runs.num_bytes.astype(np.uint64)),
-                position=pack((dst - join.descriptors[0].address).astype(np.uint64)),
-            )
+        shard_address = _shard_addresses(plan, self._trainers[trainer], self._from[trainer])
+        address, position = _destinations(plan, engine, self._engines[engine], self._to[engine])
+        order = np.argsort(position[runs.dst] + runs.dst_offset, kind="stable")
+        columns = (
+            shard_address[runs.shard] + runs.src_offset,
+            address[runs.dst] + runs.dst_offset,
+            runs.num_bytes,
+            position[runs.dst] + runs.dst_offset,
         )
-    return SendPlan(plan_digest=digest, targets=targets)
+        src, dst, length, where = (column[order].astype(np.uint64) for column in columns)
+        return Rows(src=src, dst=dst, length=length, position=where)
 
 
-def receive_plan(plan: Plan, digest: str, engine: int) -> ReceivePlan:
-    """What one engine rank is owed for every version."""
-    return ReceivePlan(plan_digest=digest, num_bytes=int(plan.rx_bytes[engine]))
-
-
-def _shard_addresses(plan: Plan, trainer: int, join: Join) -> NDArray[np.int64]:
+def _shard_addresses(plan: Plan, join: Join, opened: Opened) -> NDArray[np.int64]:
     """Where each shard row lies in one trainer's memory; zero where it does not hold it."""
-    where = {(held.name, held.lo, held.extent): held.address for held in join.held}
+    where = {
+        (name, held.lo, held.extent): address
+        for held, address in zip(join.held, opened.addresses, strict=True)
+        for name in (held.name, *held.aliases)
+    }
     layout = plan.trainer
     addresses = np.zeros(len(layout.lo), dtype=np.int64)
     for row in range(len(layout.lo)):
@@ -107,12 +182,17 @@ def _shard_addresses(plan: Plan, trainer: int, join: Join) -> NDArray[np.int64]:
     return addresses
 
 
-def _staging_addresses(plan: Plan, engine: int, join: Join) -> NDArray[np.int64]:
-    """Where each engine row is staged on one engine rank; zero where it has none."""
-    where = {held.name: held.address for held in join.held}
+def _destinations(plan: Plan, engine: int, join: Join, opened: Opened) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Where each engine row lies on one engine rank: its address, and its place in the rank's digest space."""
+    sizes = [-(-int(np.prod(held.extent)) * DTYPE_BYTES[held.dtype] // ALIGN) * ALIGN for held in join.held]
+    places = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64).tolist()
+    where = {
+        held.name: (address, place) for held, address, place in zip(join.held, opened.addresses, places, strict=False)
+    }
     layout = plan.recipe.engine
     mine = layout.groups.contain(layout.group_of, np.full(len(layout.lo), engine))
-    return np.array(
-        [where[layout.tensors[layout.tensor_of[row]].name] if mine[row] else 0 for row in range(len(layout.lo))],
-        dtype=np.int64,
-    )
+    found = [
+        where[layout.tensors[layout.tensor_of[row]].name] if mine[row] else (0, 0) for row in range(len(layout.lo))
+    ]
+    address, position = np.array(found, dtype=np.int64).reshape(-1, 2).T
+    return address, position

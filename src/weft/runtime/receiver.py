@@ -1,197 +1,385 @@
-"""An engine rank's side: versions arrive in staging memory, are verified, and become visible by `commit`.
+"""An engine rank's side: versions arrive beside generation, are verified, and become visible by `commit`.
 
-    with Receiver(address, rank=0, weights=weights, transport=transport) as receiver:
+    with Receiver("tcp://ctl:7070", rank=0, weights=weights) as receiver:
         while serving:
             engine_step()
             if (update := receiver.poll()) is not None:      # staged, verified, decided
                 update.commit()                              # the only pause
 
+consumes      Expect, Verify, Boundary, Decide from the controller; bytes that land; `poll` and `commit` of the engine
+produces      At, Paused, Ready, Failed, Committed
+waits for     in `commit` in place: the decision        unblocked by   Decide, a lost controller, a deadline
+
 Mode `shadow`: writers only ever touch staging memory, so nothing of the engine changes before `commit`, and a late
-write of an aborted version cannot reach live weights.
+write of an aborted version cannot reach live weights. Mode `in_place`: `poll` hands out the update before it is
+written; `commit` lets the writers into the live weights and returns when the version is whole, verified and decided. If
+that fails after writing began, the receiver is *poisoned*: the weights are neither the old nor the new version, and
+`version` raises until a whole version is committed.
+
+All ranks of one engine commit at the same step: they must call `poll` once per step, and equally often. When a version
+is decided each rank reports its step and promises not to go further than two steps without hearing the boundary, which
+lies beyond the step of the furthest.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from dataclasses import replace
+from collections.abc import Callable
 from typing import Any, Self
 
-import numpy as np
-
-from weft import native
-from weft.core.boxes import row_major_strides
-from weft.core.layout import DTYPE_BYTES
-from weft.core.runs import expand_runs
+from weft.config import ReceiverMode
+from weft.devices import CPU, device_work
 from weft.errors import IntegrityError, ProtocolError, TransferTimeout, WeftError
-from weft.runtime.member import ControlThread, open_channel
-from weft.runtime.messages import PROTOCOL, Committed, Decide, Failed, Join, Ready, ReceivePlan, Refused, Verify
+from weft.runtime.arrivals import STEP_BYTES, Arrivals
+from weft.runtime.landing import Landing, in_live, in_staging
+from weft.runtime.member import ControlThread
+from weft.runtime.messages import (
+    PROTOCOL,
+    STEPS_AHEAD,
+    At,
+    Boundary,
+    Committed,
+    Decide,
+    Expect,
+    Failed,
+    Join,
+    Open,
+    Opened,
+    Part,
+    Paused,
+    Ready,
+    ReceivePlan,
+    Source,
+    Verify,
+)
 from weft.runtime.sender import held_shard
-from weft.runtime.weights import Held, Weights
-from weft.transport.base import Column, Memory, Transport
+from weft.runtime.transports import OpenTransports
+from weft.runtime.weights import Weights
+from weft.transport.base import Transport
 
-ALIGN = 256
-ARRIVE_S = 60.0
+FOLLOW_S = 0.0002
+"""How long to wait between looks at what has landed."""
 
 
 class Update:
-    """A version that is staged, verified and decided, but not visible yet."""
+    """A version that may become visible now."""
 
     def __init__(self, version: int, receiver: Receiver) -> None:
         self.version = version
         self._receiver = receiver
 
-    def commit(self) -> None:
-        """Make the version visible: copy it from staging into the live weights."""
-        self._receiver._commit(self)
+    def commit(self, timeout_s: float = 120.0) -> bool:
+        """Make the version visible; the engine must not serve meanwhile.
+
+        False if an update in place was called off before anything was written. Raises IntegrityError if it failed
+        after that: the receiver is poisoned then.
+        """
+        return self._receiver._commit(self.version, timeout_s)
 
 
 class Receiver:
     """Joins the controller as an engine rank."""
 
     def __init__(
-        self, address: str, *, rank: int, weights: Weights, transport: Transport[Any], **security: Any
+        self, address: str, *, rank: int, weights: Weights, transport: Transport[Any] | None = None, **security: Any
     ) -> None:
+        """`transport`: for tests; otherwise the controller chooses."""
         self.member = f"engine {rank}"
-        self._transport, self._weights = transport, weights
-        self._staging, staged = _stage(weights, transport)
-        _, descriptor = transport.register(self._staging.address, self._staging.num_bytes)
-        self._copy = _copy_columns(staged, weights.held)
-        self._span = (
-            np.array([held.address for held in staged], dtype=np.uint64),
-            np.array([held.address - self._staging.address for held in staged], dtype=np.uint64),
-            np.array([held.span_bytes for held in staged], dtype=np.uint64),
-        )
-        self._verify: tuple[Verify, float] | None = None
-        self._decided: int | None = None
+        self._rank, self._weights = rank, weights
+        self._transports = OpenTransports(self.member, rank=rank, device=weights.device, given=transport)
+        self._work = device_work(weights.device)
+        self._landing: Landing | None = None
+        self._sources: list[Source] = []
+        self._arrivals: Arrivals | None = None
+        self._sent: tuple[list[Part], float] | None = None
+        self._changed = threading.Condition()
+        self._ready: int | None = None
+        self._pending: int | None = None
+        """A version that `poll` should hand out: decided (shadow), or wanting a pause (in place)."""
+        self._paused = False
+        """Whether writers were let into the live weights."""
+        self._decision: Decide | None = None
+        """How an update in place ended."""
+        self._engine_task: Callable[[], None] | None = None
+        """Work on the engine's own tensors; done by the engine's thread, in `poll` or `wait`."""
+        self._quarantine: list[Landing] = []
+        """Staging memory a lost writer could still reach; kept, never used again."""
         self._version: int | None = None
+        self._poison: str | None = None
         self._error: WeftError | None = None
-        self._lock = threading.Lock()
-        self._control = ControlThread(
-            open_channel(address, self.member, **security), handle=self._handle, idle=self._look, failed=self._fail
-        )
-        self._control.post(
-            Join(
-                protocol=PROTOCOL,
-                side="engine",
-                rank=rank,
-                held=[held_shard(held) for held in staged],
-                endpoint=transport.endpoint,
-                descriptors=[descriptor],
-            )
-        )
+        self._step = 0
+        self._fence: int | None = None
+        self._boundary: int | None = None
+        self._control = ControlThread(address, self.member, self, **security)
         self._control.start()
 
     @property
     def version(self) -> int | None:
-        """The version that is visible, if any was committed."""
+        """The version that is visible, if any was committed. Raises IntegrityError while the weights are torn."""
+        if self._poison is not None:
+            raise IntegrityError(
+                f"{self.member} holds torn weights: {self._poison}", hint="serve again after the next commit"
+            )
         return self._version
 
-    def poll(self) -> Update | None:
-        """A version that may be committed now, if there is one; never waits. Raises if the receiver has failed."""
-        with self._lock:
-            if self._error is not None:
-                raise self._error
-            return None if self._decided is None else Update(self._decided, self)
+    @property
+    def is_poisoned(self) -> bool:
+        """Whether an update in place failed half-way; nothing may be served before the next commit."""
+        return self._poison is not None
+
+    def poll(self, *, step: int | None = None) -> Update | None:
+        """A version that may be committed now, if there is one. Raises if the receiver has failed.
+
+        Never waits, except where other ranks of the same engine must agree on the step and are far behind.
+        `step` is the engine's own step number, where calls of `poll` do not count it.
+        """
+        with self._changed:
+            self._raise_error()
+            self._do_engine_task()
+            self._step = self._step + 1 if step is None else step
+            if self._pending is None:
+                return None
+            if not self._may_commit_now():
+                return None
+            return Update(self._pending, self)
 
     def wait(self, timeout_s: float = 60.0) -> Update:
-        """The next version; raises TransferTimeout."""
+        """The next version; raises TransferTimeout. For engines that have nothing else to do: it counts as no step."""
         deadline = time.monotonic() + timeout_s
-        while (update := self.poll()) is None:
-            if time.monotonic() > deadline:
-                raise TransferTimeout(f"{self.member} got no version in {timeout_s:.1f} s")
-            time.sleep(0.001)
-        return update
+        with self._changed:
+            while not self._is_there():
+                if not self._changed.wait(max(deadline - time.monotonic(), 0.0)):
+                    raise TransferTimeout(f"{self.member} got no version in {timeout_s:.1f} s")
+                self._do_engine_task()
+            self._raise_error()
+            if self._boundary is not None:
+                self._step = max(self._step, self._boundary)
+            assert self._pending is not None
+            return Update(self._pending, self)
 
-    def _commit(self, update: Update) -> None:
-        with self._lock:
-            if self._decided != update.version:
-                raise ProtocolError(f"version {update.version} is not waiting to be committed on {self.member}")
-            native.copy(*self._copy)
-            self._version, self._decided = update.version, None
-        self._control.post(Committed(version=update.version))
+    def _is_there(self) -> bool:
+        agreed = self._fence is None or self._boundary is not None
+        return self._error is not None or (self._pending is not None and agreed)
 
-    def _handle(self, message: Any) -> None:
-        match message:
-            case Verify():
-                self._verify = (message, time.monotonic() + ARRIVE_S)
-            case Decide(version=version, commit=commit):
-                self._verify = None
-                if commit:
-                    with self._lock:
-                        self._decided = version
-            case Refused(reason=reason, hint=hint):
-                self._fail(ProtocolError(f"the controller refused {self.member}: {reason}", hint=hint or None))
-            case ReceivePlan():
-                pass
+    def _do_engine_task(self) -> None:
+        task, self._engine_task = self._engine_task, None
+        if task is not None:
+            task()
 
-    def _look(self) -> None:
-        """Verify the open version as soon as all its bytes are here."""
-        if self._verify is None:
-            return
-        wanted, deadline = self._verify
-        arrived = self._transport.arrived(wanted.version + 1)
-        if arrived < wanted.num_bytes:
-            if time.monotonic() > deadline:
-                self._verify = None
-                reason = f"{arrived} of {wanted.num_bytes} bytes arrived in {ARRIVE_S:.0f} s"
-                self._control.post(Failed(version=wanted.version, reason=reason))
-            return
-        self._verify = None
-        found = native.digest(*self._span)
-        if found == wanted.digest:
-            self._control.post(Ready(version=wanted.version))
-        else:
-            error = IntegrityError(
-                f"version {wanted.version} on {self.member}: digest {found:#x}, sent {wanted.digest:#x}"
+    def _may_commit_now(self) -> bool:
+        """With the lock held: whether the engine's ranks have agreed on this step."""
+        if self._fence is None:
+            return True
+        if self._boundary is None and self._step < self._fence:
+            return False
+        timeout_s = self._control.settings.version_s
+        known = self._changed.wait_for(lambda: self._boundary is not None or self._pending is None, timeout_s)
+        if not known:
+            raise TransferTimeout(f"the ranks of {self.member}'s engine did not agree on a step in {timeout_s:.1f} s")
+        return self._pending is not None and self._boundary is not None and self._step >= self._boundary
+
+    def _commit(self, version: int, timeout_s: float) -> bool:
+        with self._changed:
+            self._raise_error()
+            in_place = self._control.settings.mode is ReceiverMode.IN_PLACE
+            if in_place and self._pending != version and version > (-1 if self._version is None else self._version):
+                return False  # called off between poll and commit
+            if self._pending != version:
+                raise ProtocolError(f"version {version} is not waiting to be committed on {self.member}")
+            assert self._landing is not None
+            if self._landing.copy is None:
+                if not self._receive_in_place(version, timeout_s):
+                    return False
+            else:
+                self._work.copy(*self._landing.copy)
+            self._version, self._poison = version, None
+            self._clear_pending()
+        self._control.post(Committed(version=version))
+        return True
+
+    def _receive_in_place(self, version: int, timeout_s: float) -> bool:
+        """With the lock held: let the writers in and wait for the end; False if nothing was written."""
+        self._paused = True
+        self._control.post(Paused(version=version))
+        settled = self._changed.wait_for(lambda: self._decision is not None or self._error is not None, timeout_s)
+        decision, self._decision = self._decision, None
+        if settled and decision is not None and decision.commit:
+            return True
+        self._clear_pending()
+        if settled and decision is not None and not decision.torn:
+            return False
+        late = f"version {version} was not decided in {timeout_s:.1f} s"
+        self._poison = decision.reason if decision is not None else str(self._error or late)
+        raise IntegrityError(
+            f"version {version} failed on {self.member} after writing had begun: {self._poison}",
+            hint="the weights are torn; serve again after the next commit",
+        )
+
+    def _clear_pending(self) -> None:
+        self._pending, self._fence, self._boundary, self._paused = None, None, None, False
+
+    def _raise_error(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+    def join_message(self) -> Join:
+        """How to join, with what is known of versions."""
+        with self._changed:
+            staged = self._landing is not None and self._landing.copy is not None
+            return Join(
+                protocol=PROTOCOL,
+                side="engine",
+                rank=self._rank,
+                held=[held_shard(held) for held in self._weights.held],
+                place=self._transports.place(shareable=self._weights.rehome is not None),
+                last=self._version,
+                pending=self._pending if staged else None,
+                ready=self._ready if staged else None,
             )
-            self._control.post(Failed(version=wanted.version, reason=str(error)))
 
-    def _fail(self, error: WeftError) -> None:
-        with self._lock:
+    def handle(self, message: Any) -> None:
+        """A message from the controller."""
+        match message:
+            case Open():
+                self._open(message)
+            case ReceivePlan(sources=sources):
+                self._sources = sources
+            case Expect(version=version):
+                self._expect(version)
+            case Verify(version=version, parts=parts):
+                if self._arrivals is not None and self._arrivals.version == version:
+                    self._sent = (parts, time.monotonic() + self._control.settings.version_s)
+            case Boundary(version=version, step=step):
+                with self._changed:
+                    if self._pending == version:
+                        self._boundary = step
+                        self._changed.notify_all()
+            case Decide():
+                self._decide(message)
+
+    def _open(self, message: Open) -> None:
+        """Open transports and make the memory that will be written ready."""
+        settings = self._control.settings
+        if message.fresh:
+            self._cut_off()
+        self._transports.open(message.transports, settings)
+        if settings.mode is ReceiverMode.SHADOW:
+            if self._landing is None:
+                self._landing = in_staging(self._weights, self._transports.allocate)
+            self._report_open(message.round)
+            return
+        rehome = self._landing is None and "shm" in message.transports
+        with self._changed:
+            self._engine_task = lambda: self._open_live(message.round, rehome=rehome)
+            self._changed.notify_all()
+
+    def _open_live(self, number: int, *, rehome: bool) -> None:
+        """On the engine's thread: nothing runs that could look at its tensors while they move."""
+        if rehome and self._weights.rehome is not None:
+            self._weights = self._weights.rehome(self._transports.allocate)
+        self._landing = in_live(self._weights)
+        self._report_open(number)
+
+    def _report_open(self, number: int) -> None:
+        assert self._landing is not None
+        offers = self._transports.offers(self._landing.ranges)
+        self._control.post(Opened(round=number, offers=offers, addresses=list(self._landing.addresses)))
+
+    def _cut_off(self) -> None:
+        """A writer was lost while it wrote: it must not reach memory that is used from now on."""
+        if self._landing is not None:
+            self._quarantine.append(self._landing)
+        self._landing = None
+        self._transports.close_all()
+
+    def _expect(self, version: int) -> None:
+        """A version is coming: follow it, and in place ask the engine to pause."""
+        step_bytes = STEP_BYTES if self._weights.device == CPU else 1 << 62
+        self._arrivals = Arrivals(
+            version,
+            self._sources,
+            self._transports,
+            self._work,
+            self._control.settings.digest,
+            step_bytes=step_bytes,
+        )
+        self._sent, self._ready = None, None
+        if self._control.settings.mode is ReceiverMode.IN_PLACE:
+            self._hand_out(version)
+
+    def _hand_out(self, version: int) -> None:
+        """Let `poll` return a version, at a step all ranks of the engine agree on."""
+        with self._changed:
+            self._pending, self._decision = version, None
+            if self._control.ranks_per_engine > 1:
+                self._fence, self._boundary = self._step + STEPS_AHEAD, None
+                self._control.post(At(version=version, step=self._step))
+            self._changed.notify_all()
+
+    def _decide(self, decision: Decide) -> None:
+        self._arrivals, self._sent, self._ready = None, None, None
+        if self._control.settings.mode is ReceiverMode.SHADOW:
+            if decision.commit:
+                self._hand_out(decision.version)
+            return
+        with self._changed:
+            if self._pending == decision.version:
+                self._end_in_place(decision)
+
+    def _end_in_place(self, decision: Decide) -> None:
+        """With the lock held: whoever waits in `commit` goes on; an engine that has not paused need not."""
+        if self._paused:
+            self._decision = decision
+        else:
+            self._clear_pending()
+        self._changed.notify_all()
+
+    def idle(self) -> float | None:
+        """Take in what has landed; verify when all of it is here."""
+        arrivals = self._arrivals
+        if arrivals is None:
+            return None
+        try:
+            if arrivals.follow():
+                return 0.0
+            if self._sent is None:
+                return None if arrivals.is_whole else FOLLOW_S
+            parts, deadline = self._sent
+            if arrivals.is_whole:
+                arrivals.check(parts)
+                self._ready = arrivals.version
+                self._control.post(Ready(version=arrivals.version))
+            elif time.monotonic() > deadline:
+                what = f"{arrivals.num_bytes} of {arrivals.total_bytes} bytes arrived"
+                raise TransferTimeout(f"{what} in {self._control.settings.version_s:.1f} s")
+            else:
+                return FOLLOW_S
+        except WeftError as error:
+            self._control.post(Failed(version=arrivals.version, reason=str(error)))
+        self._arrivals, self._sent = None, None
+        return None
+
+    def controller_lost(self, error: WeftError) -> None:
+        """What was on its way is not finished; what was decided stays. An update in place may be torn."""
+        self._arrivals, self._sent = None, None
+        with self._changed:
+            if self._pending is not None and self._landing is not None and self._landing.copy is None:
+                self._end_in_place(Decide(version=self._pending, commit=False, torn=True, reason=str(error)))
+
+    def failed(self, error: WeftError) -> None:
+        """The member cannot go on."""
+        with self._changed:
             self._error = self._error or error
+            self._changed.notify_all()
 
     def close(self) -> None:
         """Leave."""
         self._control.close()
+        self._transports.close_all()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: Any) -> None:
         self.close()
-
-
-def _padded(held: Held) -> int:
-    return -(-held.span_bytes // ALIGN) * ALIGN
-
-
-def _stage(weights: Weights, transport: Transport[Any]) -> tuple[Memory, list[Held]]:
-    """Staging memory for all weights, and the shards in it, each contiguous."""
-    contiguous = [replace(held, strides=_row_major(held.extent), address=0) for held in weights.held]
-    total = sum(_padded(held) for held in contiguous)
-    memory = transport.allocate(total)
-    staged, offset = [], 0
-    for held in contiguous:
-        staged.append(replace(held, address=memory.address + offset))
-        offset += _padded(held)
-    return memory, staged
-
-
-def _row_major(extent: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(int(stride) for stride in row_major_strides(np.array([extent]))[0])
-
-
-def _copy_columns(staged: list[Held], live: tuple[Held, ...]) -> tuple[Column, Column, Column]:
-    """Rows that copy staging into the live weights, whatever their strides."""
-    columns: list[list[np.ndarray]] = [[], [], []]
-    for source, target in zip(staged, live, strict=True):
-        extent = np.array([target.extent])
-        _, src, dst, length = expand_runs(extent, np.array([source.strides]), np.array([target.strides]))
-        size = DTYPE_BYTES[target.tensor.dtype]
-        for column, values in zip(
-            columns, (target.address + dst * size, source.address + src * size, length * size), strict=True
-        ):
-            column.append(values.astype(np.uint64))
-    dst_column, src_column, length_column = (np.concatenate(column) for column in columns)
-    return dst_column, src_column, length_column

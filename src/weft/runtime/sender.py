@@ -1,9 +1,16 @@
 """A trainer rank's side: publish versions of its weights.
 
-with Sender(address, rank=0, weights=weights, transport=transport) as sender:
-    publication = sender.publish(version=1)      # returns at once
-    publication.wait_released()                  # the weights may change again
-    publication.wait_committed()                 # every engine serves version 1
+    with Sender("tcp://ctl:7070", rank=0, weights=weights) as sender:
+        publication = sender.publish(version=1)      # returns at once
+        publication.wait_released()                  # the weights may change again
+        publication.wait_committed()                 # every engine serves version 1
+
+consumes      versions from the trainer, plans and permissions from the controller
+produces      one-sided writes; what was written, to the controller
+waits for     Go, on the writer thread                    unblocked by   Go, Decide, a lost controller, deadlines
+
+Publications are written one after the other, each when the controller lets it: when every engine has committed the
+one before.
 """
 
 from __future__ import annotations
@@ -11,11 +18,12 @@ from __future__ import annotations
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any, Self
 
-from weft import native
-from weft.errors import ProtocolError, TransferTimeout, VersionError, WeftError
-from weft.runtime.member import ControlThread, open_channel
+from weft.config import DigestPolicy
+from weft.errors import ProtocolError, TransferTimeout, TransportError, VersionError, WeftError
+from weft.runtime.member import ControlThread
 from weft.runtime.messages import (
     PROTOCOL,
     Decide,
@@ -23,18 +31,22 @@ from weft.runtime.messages import (
     Go,
     HeldShard,
     Join,
+    Loss,
+    Open,
+    Opened,
     Part,
-    Refused,
     SendPlan,
     Target,
     Want,
     Written,
     unpack,
 )
+from weft.runtime.transports import OpenTransports
 from weft.runtime.weights import Held, Weights
-from weft.transport.base import Batch, Column, Transport
+from weft.transport.base import Batch, Ticket, Transport
 
-JOIN_S, WRITE_S = 60.0, 60.0
+JOIN_S = 60.0
+DRAIN_S = 120.0
 
 
 class Publication:
@@ -45,15 +57,17 @@ class Publication:
         self._released = threading.Event()
         self._decided = threading.Event()
         self._error: WeftError | None = None
-        self.may_write = threading.Event()
+        self._go: Go | None = None
+        self._may_write = threading.Event()
+        self._tickets: list[Ticket] = []
 
     def wait_released(self, timeout_s: float = 60.0) -> None:
         """Wait until the source memory may change again; raises what went wrong."""
         self._wait(self._released, timeout_s, "written")
 
     def wait_committed(self, timeout_s: float = 60.0) -> None:
-        """Wait until every engine has been told to serve the version; raises VersionError if it was aborted."""
-        self._wait(self._decided, timeout_s, "decided")
+        """Wait until every engine serves the version; raises VersionError if it was aborted."""
+        self._wait(self._decided, timeout_s, "committed everywhere")
 
     def _wait(self, event: threading.Event, timeout_s: float, what: str) -> None:
         if not event.wait(timeout_s):
@@ -63,19 +77,23 @@ class Publication:
 
     @property
     def is_decided(self) -> bool:
-        """Whether it was committed or aborted."""
+        """Whether it was committed everywhere, or failed."""
         return self._decided.is_set()
 
-    def release(self) -> None:
-        """The writes are done."""
-        self._released.set()
+    @property
+    def is_released(self) -> bool:
+        """Whether the source memory may change again."""
+        return self._released.is_set()
 
-    def decide(self, error: WeftError | None) -> None:
-        """The version is committed, or failed with an error."""
-        self._error = self._error or error
-        self.may_write.set()
-        self._released.set()
-        self._decided.set()
+
+@dataclass(frozen=True, slots=True)
+class _Prepared:
+    """A target that can be written to, or why not."""
+
+    engine: int
+    transport: str
+    batch: Batch | None
+    obstacle: str = ""
 
 
 class Sender:
@@ -87,124 +105,209 @@ class Sender:
         *,
         rank: int,
         weights: Weights,
-        transport: Transport[Any],
+        transport: Transport[Any] | None = None,
         timeout_s: float = JOIN_S,
         **security: Any,
     ) -> None:
+        """`timeout_s`: how long a publication waits for the plan and for its turn. `transport`: for tests."""
         self.member = f"trainer {rank}"
-        self._transport, self._weights = transport, weights
-        for held in weights.held:
-            transport.register(held.address, held.span_bytes)
+        self._rank, self._timeout_s = rank, timeout_s
+        self._weights = weights
+        self._transports = OpenTransports(self.member, rank=rank, device=weights.device, given=transport)
+        self._lock = threading.Lock()
         self._planned = threading.Event()
         self._error: WeftError | None = None
-        self._targets: list[tuple[Target, Batch, Column, Column]] = []
-        self._publication: Publication | None = None
+        self._prepared: list[_Prepared] = []
+        self._publications: dict[int, Publication] = {}
+        self._last: int | None = None
+        self._last_begun: int | None = None
+        """The highest version a controller let this trainer write."""
+        self._writing = False
         self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"weft-{self.member}-write")
-        self._control = ControlThread(
-            open_channel(address, self.member, **security), handle=self._handle, failed=self._fail
-        )
-        self._control.post(
-            Join(
-                protocol=PROTOCOL,
-                side="trainer",
-                rank=rank,
-                held=[held_shard(held) for held in weights.held],
-                endpoint=transport.endpoint,
-                descriptors=[],
-            )
-        )
+        self._control = ControlThread(address, self.member, self, **security)
         self._control.start()
-        self._timeout_s = timeout_s
 
     def publish(self, *, version: int) -> Publication:
-        """Start sending a version; returns at once. The previous one must be decided."""
-        if self._publication is not None and not self._publication.is_decided:
-            raise VersionError(
-                f"version {self._publication.version} is not decided yet",
-                hint="wait_committed() before the next publish",
-            )
-        publication = self._publication = Publication(version)
-        if self._error is not None:
-            raise self._error
+        """Start sending a version; returns at once. The one before must be released, or may still be on its way."""
+        with self._lock:
+            if self._error is not None:
+                raise self._error
+            if self._last is not None and version <= self._last:
+                raise VersionError(
+                    f"version {version} after version {self._last}", hint="every publication has a higher version"
+                )
+            finished = [v for v, p in self._publications.items() if p.is_decided and p.is_released]
+            for old in finished:
+                del self._publications[old]
+            unreleased = [p.version for p in self._publications.values() if not p.is_released]
+            if unreleased:
+                raise VersionError(
+                    f"version {unreleased[0]} still reads the weights", hint="wait_released() before the next publish"
+                )
+            self._last = version
+            publication = self._publications[version] = Publication(version)
         self._writer.submit(self._send, publication)
         return publication
 
     def _send(self, publication: Publication) -> None:
-        """On the writer thread: ask, write, digest, report."""
+        """On the writer thread: ask, write, report."""
+        self._writing = True
         try:
             if not self._planned.wait(self._timeout_s):
                 raise ProtocolError(
                     f"{self.member} got no plan in {self._timeout_s:.1f} s", hint="are all members there?"
                 )
             self._control.post(Want(version=publication.version))
-            if not publication.may_write.wait(self._timeout_s):
+            if not publication._may_write.wait(self._timeout_s):
                 raise TransferTimeout(
-                    f"{self.member} may not write version {publication.version} after {self._timeout_s} s"
+                    f"{self.member} may not write version {publication.version} after {self._timeout_s:.1f} s"
                 )
-            if publication.is_decided:
-                return
-            self._control.post(Written(version=publication.version, parts=self._write(publication.version)))
-            publication.release()
+            if publication._go is not None and not publication.is_decided:
+                self._write(publication, publication._go)
         except WeftError as error:
             self._give_up(publication, error)
         except Exception as error:  # a defect of ours: nobody looks at this thread's result, so it is reported here
             self._give_up(publication, ProtocolError(f"{self.member}: {type(error).__name__} while sending: {error}"))
+        finally:
+            self._writing = False
+            publication._released.set()
 
     def _give_up(self, publication: Publication, error: WeftError) -> None:
         """Tell the controller and whoever waits for the publication."""
         self._control.post(Failed(version=publication.version, reason=str(error)))
-        publication.decide(error)
+        self._decide(publication, error)
 
-    def _write(self, version: int) -> list[Part]:
-        deadline = time.monotonic() + WRITE_S
-        tickets = [self._transport.post(batch, tag=version + 1) for _, batch, _, _ in self._targets]
-        parts = [
-            Part(
-                engine=target.engine,
-                num_bytes=batch.num_bytes,
-                digest=native.digest(src, position, unpack(target.length)),
-            )
-            for target, batch, src, position in self._targets
-        ]
-        for ticket in tickets:
-            ticket.wait(max(deadline - time.monotonic(), 0.0))
-        return parts
+    def _write(self, publication: Publication, go: Go) -> None:
+        """Write, and report. The report comes when nothing is being written any more, whatever happened."""
+        written = Written(version=go.version, parts=[], losses=[])
+        try:
+            written = self._write_all(publication, go)
+        finally:
+            self._drain(publication)
+            self._control.post(written)
 
-    def _handle(self, message: Any) -> None:
-        publication = self._publication
+    def _drain(self, publication: Publication) -> None:
+        """Wait for the end of writes that were given up: until then their memory belongs to no other version."""
+        for ticket in publication._tickets:
+            ticket.cancel()
+        deadline = time.monotonic() + DRAIN_S
+        while not all(ticket.done for ticket in publication._tickets):
+            if time.monotonic() > deadline:
+                self.failed(TransferTimeout(f"{self.member} cannot stop writing version {publication.version}"))
+                self._control.close()  # the controller must treat this writer as lost
+                return
+            time.sleep(0.001)
+
+    def _write_all(self, publication: Publication, go: Go) -> Written:
+        """Write to every engine rank that takes part; one that cannot be reached does not stop the others."""
+        deadline = time.monotonic() + self._control.settings.version_s
+        parts, losses = [], []
+        posted = []
+        for prepared in self._prepared:
+            if prepared.engine not in go.engines:
+                continue
+            if prepared.batch is None:
+                losses.append(Loss(engine=prepared.engine, reason=prepared.obstacle))
+                continue
+            ticket = self._transports[prepared.transport].post(prepared.batch, tag=go.version + 1)
+            posted.append((prepared.engine, ticket))
+            publication._tickets.append(ticket)
+        for engine, ticket in posted:
+            try:
+                done = ticket.wait(max(deadline - time.monotonic(), 0.0))
+                parts.append(Part(trainer=self._rank, engine=engine, num_bytes=done.num_bytes, digest=done.digest))
+            except TransportError as error:
+                losses.append(Loss(engine=engine, reason=str(error)))
+        return Written(version=go.version, parts=parts, losses=losses)
+
+    def join_message(self) -> Join | None:
+        """How to join; not while a write is under way, which a new controller would not know of."""
+        if self._writing and self._prepared:
+            return None
+        return Join(
+            protocol=PROTOCOL,
+            side="trainer",
+            rank=self._rank,
+            held=[held_shard(held) for held in self._weights.held],
+            place=self._transports.place(shareable=True),
+            last=self._last_begun,
+        )
+
+    def handle(self, message: Any) -> None:
+        """A message from the controller."""
         match message:
+            case Open(round=number, transports=names):
+                self._open(number, names)
             case SendPlan():
-                self._prepare(message)
+                self._prepared = [self._prepare(target) for target in message.targets]
+                self._planned.set()
             case Go(version=version):
-                if publication is not None and publication.version == version:
-                    publication.may_write.set()
+                publication = self._publications.get(version)
+                if publication is not None:
+                    self._last_begun = version
+                    publication._go = message
+                    publication._may_write.set()
             case Decide(version=version, commit=commit, reason=reason):
-                if publication is not None and publication.version == version:
+                publication = self._publications.get(version)
+                if publication is not None:
                     aborted = VersionError(f"version {version} was aborted: {reason}")
-                    publication.decide(None if commit else aborted)
-            case Refused(reason=reason, hint=hint):
-                self._fail(ProtocolError(f"the controller refused {self.member}: {reason}", hint=hint or None))
+                    self._decide(publication, None if commit else aborted)
 
-    def _prepare(self, plan: SendPlan) -> None:
-        prepared = []
-        for target in plan.targets:
-            peer = self._transport.connect(target.endpoint, target.descriptors)
-            src, position = unpack(target.src), unpack(target.position)
-            batch = self._transport.prepare(peer, src, unpack(target.dst), unpack(target.length))
-            prepared.append((target, batch, src, position))
-        self._targets = prepared
-        self._planned.set()
+    def _open(self, number: int, names: list[str]) -> None:
+        self._transports.open(names, self._control.settings)
+        ranges = {(held.address, held.span_bytes) for held in self._weights.held}
+        addresses = [held.address for held in self._weights.held]
+        self._control.post(Opened(round=number, offers=self._transports.offers(ranges), addresses=addresses))
 
-    def _fail(self, error: WeftError) -> None:
-        self._error = self._error or error
+    def _prepare(self, target: Target) -> _Prepared:
+        endpoint = target.offer.endpoint
+        transport = self._transports[endpoint.transport]
+        position = unpack(target.position) if self._control.settings.digest is DigestPolicy.ON else None
+        try:
+            peer = transport.connect(endpoint, target.offer.descriptors)
+            rows = (unpack(target.src), unpack(target.dst), unpack(target.length))
+            batch = transport.prepare(peer, *rows, position)
+        except TransportError as error:
+            return _Prepared(target.engine, endpoint.transport, None, str(error))
+        return _Prepared(target.engine, endpoint.transport, batch)
+
+    def idle(self) -> float | None:
+        """Nothing to do between messages."""
+        return None
+
+    def _decide(self, publication: Publication, error: WeftError | None) -> None:
+        """The version is committed, or failed with an error; whoever waits for it goes on."""
+        publication._error = publication._error or error
+        for ticket in publication._tickets if error is not None else ():
+            ticket.cancel()
+        publication._decided.set()
+        publication._may_write.set()
+        if publication._go is None:
+            publication._released.set()
+
+    def controller_lost(self, error: WeftError) -> None:
+        """Versions under way have failed; later ones may work when the controller is back."""
+        self._planned.clear()
+        for publication in list(self._publications.values()):
+            self._decide(publication, error)
+
+    def failed(self, error: WeftError) -> None:
+        """The member cannot go on."""
+        with self._lock:
+            self._error = self._error or error
         self._planned.set()
-        if self._publication is not None:
-            self._publication.decide(error)
+        for publication in list(self._publications.values()):
+            self._decide(publication, error)
 
     def close(self) -> None:
-        """Leave; outstanding writes are finished first."""
+        """Leave; a write under way is finished first, what was not begun is not."""
+        for publication in list(self._publications.values()):
+            if publication._go is None:
+                self._decide(publication, ProtocolError(f"{self.member} was closed"))
+        self._planned.set()
         self._writer.shutdown(wait=True)
         self._control.close()
+        self._transports.close_all()
 
     def __enter__(self) -> Self:
         return self
@@ -217,10 +320,10 @@ def held_shard(held: Held) -> HeldShard:
     """A shard as the controller gets to know it."""
     return HeldShard(
         name=held.tensor.name,
+        aliases=held.aliases,
         dtype=held.tensor.dtype,
         shape=held.tensor.shape,
         lo=held.lo,
         extent=held.extent,
         strides=held.strides,
-        address=held.address,
     )

@@ -6,7 +6,7 @@ weights = Weights.from_arrays({"w": array}, parts={"w": Part(shape=(8192, 64), l
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from weft.core.layout import DTYPE_BYTES, Tensor
+from weft.devices import CPU
 from weft.errors import LayoutError
+from weft.transport.base import Memory
 
 _DTYPES = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16", "float8_e4m3fn": "fp8_e4m3"}
 
@@ -32,6 +34,8 @@ class Held:
     """One shard and where it lies in this process."""
 
     tensor: Tensor
+    aliases: tuple[str, ...] = ()
+    """Other names of the same memory: tied weights."""
     lo: tuple[int, ...]
     extent: tuple[int, ...]
     strides: tuple[int, ...]
@@ -41,8 +45,13 @@ class Held:
     @property
     def span_bytes(self) -> int:
         """Bytes from the first to the last element, gaps included."""
+        if 0 in self.extent:
+            return 0
         reach = sum((n - 1) * stride for n, stride in zip(self.extent, self.strides, strict=True))
         return (reach + 1) * DTYPE_BYTES[self.tensor.dtype]
+
+
+Allocate = Callable[[int], Memory]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +60,9 @@ class Weights:
 
     held: tuple[Held, ...]
     keep: Any = None
+    device: str = CPU
+    rehome: Callable[[Allocate], Weights] | None = None
+    """Moves the weights into other memory without their owner noticing; None where that is not possible."""
 
     @classmethod
     def from_arrays(cls, arrays: Mapping[str, NDArray[Any]], *, parts: Mapping[str, Part] | None = None) -> Weights:
@@ -73,3 +85,8 @@ class Weights:
                 )
             )
         return cls(tuple(held), keep=dict(arrays))
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all shards, without gaps."""
+        return sum(int(np.prod(held.extent)) * DTYPE_BYTES[held.tensor.dtype] for held in self.held)

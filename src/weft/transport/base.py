@@ -3,14 +3,14 @@
 A member registers memory and gets two things: a Handle, which never leaves the process, and a Descriptor, which
 travels to the members that may write there. Writers connect to an Endpoint, prepare a Batch of rows (source address,
 destination address, length) once per plan and post it for every version. Writes are one-sided: the target runs no
-code for them. It learns of them by counters only: `arrived(tag)` is the number of bytes landed under a tag, from all
-writers. No order is assumed between writes.
+code for them. It learns of them by counters only: `arrived(tag, writer)` is the number of bytes one writer has landed
+under a tag. Bytes of one batch are counted in the order of its rows; no order is assumed between batches.
 
     handle, descriptor = receiver.register(address, num_bytes)
     peer = sender.connect(receiver.endpoint, [descriptor])
     batch = sender.prepare(peer, src, dst, length)
-    sender.post(batch, tag=7).wait(timeout_s=5.0)
-    receiver.arrived(7)
+    sender.post(batch, tag=7).wait(timeout_s=5.0)          # Written(num_bytes=…, digest=…)
+    receiver.arrived(7, writer=0)
 
 Destination addresses are those of the target's own address space. Every row is checked against the registered ranges
 of both sides when a batch is prepared, so that a wrong plan cannot write elsewhere.
@@ -19,6 +19,8 @@ of both sides when a batch is prepared, so that a wrong plan cannot write elsewh
 from __future__ import annotations
 
 import abc
+import itertools
+import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -35,6 +37,7 @@ from weft.errors import PeerLost, RegistrationError, TransferTimeout, TransportE
 Column = NDArray[np.uint64]
 MAX_TAG = (1 << 63) - 1
 ALIGNMENT = 4096
+MAX_WRITERS = 4096
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +51,8 @@ class Capabilities:
     """Ordinary memory can be a destination; otherwise it must come from `allocate`."""
     needs_target_cpu: bool
     """Whether the target must run code for writes to land."""
+    memory: frozenset[str] = frozenset({"cpu"})
+    """Kinds of memory it moves between: `cpu`, `cuda`."""
 
 
 class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
@@ -95,25 +100,45 @@ class Batch:
     dst: Column
     """As the transport writes them: mapped into this process, or in the peer's address space."""
     length: Column
+    position: Column | None = None
+    """Where each row lies in the digest's space; None: not digested."""
     num_bytes: int = field(init=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "num_bytes", int(self.length.sum()))
 
+    @property
+    def num_rows(self) -> int:
+        """Rows of the batch."""
+        return len(self.length)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Written:
+    """What a batch came to."""
+
+    num_bytes: int
+    digest: int
+    """Digest of the bytes as they were read; 0 where the batch is not digested."""
+
 
 class Ticket:
     """An outstanding write."""
 
-    def __init__(self, future: Future[int], batch: Batch, tag: int) -> None:
-        self._future, self._batch, self._tag = future, batch, tag
+    def __init__(self, future: Future[Written], batch: Batch, tag: int, cancelled: threading.Event) -> None:
+        self._future, self._batch, self._tag, self._cancelled = future, batch, tag, cancelled
+
+    def cancel(self) -> None:
+        """Stop writing as soon as possible; `wait` then raises TransportError, unless it was done already."""
+        self._cancelled.set()
 
     @property
     def done(self) -> bool:
         """Whether it has ended, well or not; `wait` tells which."""
         return self._future.done()
 
-    def wait(self, timeout_s: float = 60.0) -> int:
-        """The bytes written. Raises what went wrong, or TransferTimeout."""
+    def wait(self, timeout_s: float = 60.0) -> Written:
+        """What was written. Raises what went wrong, or TransferTimeout."""
         try:
             return self._future.result(timeout=timeout_s)
         except FutureTimeout:
@@ -171,6 +196,8 @@ class Ranges:
 class Peer(Protocol):
     """What a transport keeps about a member it writes to."""
 
+    ranges: Ranges
+
     def close(self) -> None:
         """Let go of the peer and its memory."""
 
@@ -183,8 +210,12 @@ class Transport(abc.ABC, Generic[AnyPeer]):
 
     capabilities: Capabilities
 
-    def __init__(self, member: str, *, num_threads: int = 1) -> None:
+    def __init__(self, member: str, *, writer: int = 0, num_threads: int = 1) -> None:
+        """`writer` is this member's number among all that write to the same targets."""
+        if not 0 <= writer < MAX_WRITERS:
+            raise TransportError(f"writer number {writer} is out of range", hint=f"0 to {MAX_WRITERS - 1}")
         self.member = member
+        self._writer_number = writer
         self._num_threads = num_threads
         self._registered = Ranges()
         self._peers: dict[str, AnyPeer] = {}
@@ -199,9 +230,7 @@ class Transport(abc.ABC, Generic[AnyPeer]):
     def allocate(self, num_bytes: int) -> Memory:
         """Memory this transport can write into best; ordinary memory, unless a transport needs more."""
         self._check_open()
-        keep = np.zeros(num_bytes + ALIGNMENT, dtype=np.uint8)
-        address = -(-int(keep.ctypes.data) // ALIGNMENT) * ALIGNMENT
-        return Memory(address=address, num_bytes=num_bytes, keep=keep)
+        return ordinary_memory(num_bytes)
 
     def register(self, address: int, num_bytes: int) -> tuple[Handle, Descriptor]:
         """Allow writes from (as a source) and, where possible, into this memory."""
@@ -249,31 +278,50 @@ class Transport(abc.ABC, Generic[AnyPeer]):
             raise PeerLost(f"{self.member} is not connected to {peer}")
         return self._peers[peer]
 
-    @abc.abstractmethod
-    def prepare(self, peer: str, src: Column, dst: Column, length: Column) -> Batch:
-        """Check and translate rows; raises RegistrationError for a row outside registered memory of either side."""
+    def prepare(self, peer: str, src: Column, dst: Column, length: Column, position: Column | None = None) -> Batch:
+        """Check and translate rows; raises RegistrationError for a row outside registered memory of either side.
+
+        With `position` the bytes are digested on the way; positions are places in the digest's space.
+        """
+        known = self._known(peer)
+        self._registered.find(src, length, whose=self.member)
+        at = known.ranges.find(dst, length, whose=peer)
+        batch = Batch(
+            peer=peer,
+            src=np.ascontiguousarray(src),
+            dst=np.ascontiguousarray(dst),
+            length=np.ascontiguousarray(length),
+            position=None if position is None else np.ascontiguousarray(position),
+        )
+        return self._translate(known, batch, at)
+
+    def _translate(self, peer: AnyPeer, batch: Batch, at: NDArray[np.int64]) -> Batch:
+        """A batch as this transport writes it; `at` is the number of each row's range among the peer's."""
+        del peer, at
+        return batch
 
     def post(self, batch: Batch, tag: int) -> Ticket:
-        """Start writing a batch; the target counts its bytes under `tag` when all of them have landed."""
+        """Start writing a batch; the target counts its bytes under `tag` as they land."""
         self._check_open()
         if not 0 < tag <= MAX_TAG:
             raise TransportError(f"tag {tag} is out of range", hint=f"1 to {MAX_TAG}")
-        return Ticket(self._writer.submit(self._write, batch, tag), batch, tag)
+        cancelled = threading.Event()
+        return Ticket(self._writer.submit(self._write, batch, tag, cancelled), batch, tag, cancelled)
 
     @abc.abstractmethod
-    def _write(self, batch: Batch, tag: int) -> int:
+    def _write(self, batch: Batch, tag: int, cancelled: threading.Event) -> Written:
         """Write now; runs on the writer thread."""
 
     @abc.abstractmethod
-    def arrived(self, tag: int) -> int:
-        """Bytes that have landed here under a tag."""
+    def arrived(self, tag: int, *, writer: int) -> int:
+        """Bytes that one writer has landed here under a tag."""
 
-    def wait_arrived(self, tag: int, num_bytes: int, *, timeout_s: float = 60.0) -> None:
+    def wait_arrived(self, tag: int, num_bytes: int, *, writer: int, timeout_s: float = 60.0) -> None:
         """Wait until that many bytes have landed; raises TransferTimeout."""
         wait_until(
-            lambda: self.arrived(tag) >= num_bytes,
+            lambda: self.arrived(tag, writer=writer) >= num_bytes,
             timeout_s=timeout_s,
-            what=lambda: f"{self.member} has {self.arrived(tag)} of {num_bytes} bytes under tag {tag}",
+            what=lambda: f"{self.member} has {self.arrived(tag, writer=writer)} of {num_bytes} bytes under tag {tag}",
         )
 
     def close(self) -> None:
@@ -297,6 +345,64 @@ class Transport(abc.ABC, Generic[AnyPeer]):
 
     def __exit__(self, *_: Any) -> None:
         self.close()
+
+
+def ordinary_memory(num_bytes: int) -> Memory:
+    """Zeroed memory of this process, at a page boundary."""
+    keep = np.zeros(num_bytes + ALIGNMENT, dtype=np.uint8)
+    address = -(-int(keep.ctypes.data) // ALIGNMENT) * ALIGNMENT
+    return Memory(address=address, num_bytes=num_bytes, keep=keep)
+
+
+def merge_rows(batch: Batch) -> Batch:
+    """Neighbouring rows that touch on both sides (and in the digest's space) become one."""
+    joined = batch.src[:-1] + batch.length[:-1] == batch.src[1:]
+    joined &= batch.dst[:-1] + batch.length[:-1] == batch.dst[1:]
+    if batch.position is not None:
+        joined &= batch.position[:-1] + batch.length[:-1] == batch.position[1:]
+    first = np.flatnonzero(np.concatenate([[True], ~joined]))
+    return Batch(
+        peer=batch.peer,
+        src=batch.src[first],
+        dst=batch.dst[first],
+        length=np.add.reduceat(batch.length, first),
+        position=None if batch.position is None else batch.position[first],
+    )
+
+
+def cut_rows(batch: Batch, piece_bytes: int) -> Batch:
+    """The same rows in pieces of at most `piece_bytes`."""
+    piece = np.uint64(piece_bytes)
+    count = np.maximum((batch.length + piece - np.uint64(1)) // piece, np.uint64(1)).astype(np.int64)
+    row = np.repeat(np.arange(batch.num_rows), count)
+    nth = (np.arange(len(row)) - np.repeat(np.cumsum(count) - count, count)).astype(np.uint64)
+    offset = nth * piece
+    return Batch(
+        peer=batch.peer,
+        src=batch.src[row] + offset,
+        dst=batch.dst[row] + offset,
+        length=np.minimum(piece, batch.length[row] - offset),
+        position=None if batch.position is None else batch.position[row] + offset,
+    )
+
+
+def split_batch(batch: Batch, chunk_bytes: int) -> list[Batch]:
+    """A batch as consecutive chunks of about that size; rows are cut where needed."""
+    rows = cut_rows(batch, chunk_bytes)
+    ends = np.cumsum(rows.length)
+    number = (ends - np.uint64(1)) // np.uint64(chunk_bytes)
+    borders = [0, *(np.flatnonzero(np.diff(number)) + 1).tolist(), rows.num_rows]
+    return [
+        Batch(
+            peer=rows.peer,
+            src=rows.src[a:b],
+            dst=rows.dst[a:b],
+            length=rows.length[a:b],
+            position=None if rows.position is None else rows.position[a:b],
+        )
+        for a, b in itertools.pairwise(borders)
+        if b > a
+    ]
 
 
 def wait_until(reached: Callable[[], bool], *, timeout_s: float, what: Callable[[], str]) -> None:

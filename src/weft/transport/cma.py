@@ -7,9 +7,10 @@ time and by a random cookie read back from its memory before the first write.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -17,8 +18,9 @@ import numpy as np
 
 from weft import native
 from weft.errors import PeerLost, TransportError, TransportUnavailable
-from weft.transport.base import Batch, Capabilities, Column, Descriptor, Endpoint, Ranges, Transport
-from weft.transport.host import CELL_BYTES, NUM_CELLS, LivingProcess, ProcessIdentity, check_writer
+from weft.transport.base import MAX_WRITERS, Batch, Capabilities, Descriptor, Endpoint, Ranges
+from weft.transport.chunked import ChunkedTransport
+from weft.transport.host import CELL_BYTES, LivingProcess, ProcessIdentity
 
 _ROW = np.array([8], dtype=np.uint64)
 
@@ -43,17 +45,15 @@ class _Peer:
         self.process.close()
 
 
-class CmaTransport(Transport[_Peer]):
+class CmaTransport(ChunkedTransport[_Peer]):
     """Kernel copies between processes of one host."""
 
     capabilities = Capabilities(name="cma", one_host=True, any_memory=True, needs_target_cpu=False)
 
     def __init__(self, member: str, *, writer: int = 0, num_threads: int = 1) -> None:
-        """`writer` is this member's number among all that write to the same targets: its arrival cell."""
-        super().__init__(member, num_threads=num_threads)
-        self._cell_offset = check_writer(writer) * CELL_BYTES
+        super().__init__(member, writer=writer, num_threads=num_threads)
         self._cookie = np.frombuffer(secrets.token_bytes(16), dtype=np.uint8).copy()
-        self._cells = np.zeros((NUM_CELLS, 2), dtype=np.uint64)
+        self._cells = np.zeros((MAX_WRITERS, 2), dtype=np.uint64)
 
     @property
     def endpoint(self) -> Endpoint:
@@ -81,42 +81,35 @@ class CmaTransport(Transport[_Peer]):
         if found != where.cookie:
             process.close()
             raise PeerLost(f"process {process.pid} is not {endpoint.member}: it does not know the cookie")
-        peer = _Peer(process=process, cell=where.cells_address + self._cell_offset)
+        peer = _Peer(process=process, cell=where.cells_address + self._writer_number * CELL_BYTES)
         for descriptor in descriptors:
             peer.ranges.add(descriptor.address, descriptor.num_bytes)
         return peer
 
-    def prepare(self, peer: str, src: Column, dst: Column, length: Column) -> Batch:
-        """Rows stay in the peer's address space."""
-        self._registered.find(src, length, whose=self.member)
-        self._known(peer).ranges.find(dst, length, whose=peer)
-        return Batch(
-            peer=peer,
-            src=np.ascontiguousarray(src),
-            dst=np.ascontiguousarray(dst),
-            length=np.ascontiguousarray(length),
-        )
-
-    def _write(self, batch: Batch, tag: int) -> int:
-        peer = self._known(batch.peer)
+    def _check_alive(self, peer: _Peer) -> None:
         peer.process.check()
-        try:
-            written = native.write_process(peer.process.pid, batch.dst, batch.src, batch.length)
-            self._count(peer, tag, written)
-        except OSError as error:
-            raise _failure(error, batch.peer, peer.process.pid) from error
-        peer.process.check()
-        return written
 
-    def _count(self, peer: _Peer, tag: int, written: int) -> None:
-        """Raise this writer's cell in the peer. A new tag is announced with zero bytes first, so that no reader ever
-        sees it together with the old count."""
+    def _write_chunk(self, peer: _Peer, chunk: Batch) -> int:
+        digest = 0
+        if chunk.position is not None:  # first, so that the kernel finds the bytes in the cache
+            digest = native.digest(chunk.src, chunk.position, chunk.length, num_threads=self._num_threads)
+        with _failures(peer):
+            native.write_process(peer.process.pid, chunk.dst, chunk.src, chunk.length)
+        return digest
+
+    def _announce(self, peer: _Peer, tag: int) -> None:
+        """A new tag is written with zero bytes first, so that no reader ever sees it together with the old count."""
         if tag != peer.tag:
-            self._poke(peer, 1, 0)
-            self._poke(peer, 0, tag)
+            with _failures(peer):
+                self._poke(peer, 1, 0)
+                self._poke(peer, 0, tag)
             peer.tag, peer.counted = tag, 0
-        peer.counted += written
-        self._poke(peer, 1, peer.counted)
+
+    def _count(self, peer: _Peer, tag: int, num_bytes: int) -> None:
+        """Raise this writer's cell in the peer."""
+        peer.counted += num_bytes
+        with _failures(peer):
+            self._poke(peer, 1, peer.counted)
 
     @staticmethod
     def _poke(peer: _Peer, word: int, value: int) -> None:
@@ -125,9 +118,18 @@ class CmaTransport(Transport[_Peer]):
         address = np.array([source.ctypes.data], dtype=np.uint64)
         native.write_process(peer.process.pid, target, address, _ROW)
 
-    def arrived(self, tag: int) -> int:
-        """Bytes counted in this member's cells."""
-        return native.arrived(self._cells.ctypes.data, NUM_CELLS, tag)
+    def arrived(self, tag: int, *, writer: int) -> int:
+        """Bytes counted in the writer's cell."""
+        return native.arrived(int(self._cells.ctypes.data) + writer * CELL_BYTES, 1, tag)
+
+
+@contextlib.contextmanager
+def _failures(peer: _Peer) -> Iterator[None]:
+    """The kernel's errors as ours."""
+    try:
+        yield
+    except OSError as error:
+        raise _failure(error, peer.process.member, peer.process.pid) from error
 
 
 def _failure(error: OSError, member: str, pid: int) -> TransportError:

@@ -12,9 +12,8 @@ from pathlib import Path
 
 import msgspec
 
-from weft.errors import PeerLost, TransportError, TransportUnavailable
+from weft.errors import PeerLost, TransportUnavailable
 
-NUM_CELLS = 4096
 CELL_BYTES = 16
 """Arrival cells of one target: {tag, bytes}, one for each possible writer."""
 
@@ -58,18 +57,16 @@ class LivingProcess:
             raise PeerLost(f"{member} (process {identity.pid}) is gone; its number belongs to another process now")
         self.pid = identity.pid
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether the process is gone."""
+        return bool(select.select([self._pidfd], [], [], 0)[0])
+
     def check(self) -> None:
         """Raise PeerLost if the process has ended."""
-        if select.select([self._pidfd], [], [], 0)[0]:
+        if self.has_ended:
             raise PeerLost(f"{self.member} (process {self.pid}) has ended")
 
     def close(self) -> None:
         """Let go of the process."""
         os.close(self._pidfd)
-
-
-def check_writer(number: int) -> int:
-    """A writer's number among all that write to the same targets: the arrival cell it counts in."""
-    if not 0 <= number < NUM_CELLS:
-        raise TransportError(f"writer number {number} is out of range", hint=f"0 to {NUM_CELLS - 1}")
-    return number

@@ -12,9 +12,10 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from weft import native
 from weft.errors import PeerLost, TransferTimeout
-from weft.transport.base import Batch, Capabilities, Column, Descriptor, Endpoint, Ranges, Transport
+from weft.transport.base import Batch, Capabilities, Descriptor, Endpoint, Ranges
+from weft.transport.chunked import ChunkedTransport
+from weft.transport.shm import copy_chunk
 
 MAX_STALL_S = 60.0
 
@@ -48,15 +49,15 @@ class _Peer:
         """Nothing to let go of."""
 
 
-class LocalTransport(Transport[_Peer]):
+class LocalTransport(ChunkedTransport[_Peer]):
     """Plain copies inside one process."""
 
     capabilities = Capabilities(name="local", one_host=True, any_memory=True, needs_target_cpu=False)
 
-    def __init__(self, member: str, network: LocalNetwork, *, num_threads: int = 1) -> None:
-        super().__init__(member, num_threads=num_threads)
+    def __init__(self, member: str, network: LocalNetwork, *, writer: int = 0, num_threads: int = 1) -> None:
+        super().__init__(member, writer=writer, num_threads=num_threads)
         self._network = network
-        self._arrived: dict[int, int] = {}
+        self._arrived: dict[tuple[int, int], int] = {}
         self._lock = threading.Lock()
         network.members[member] = self
 
@@ -77,31 +78,30 @@ class LocalTransport(Transport[_Peer]):
             peer.ranges.add(descriptor.address, descriptor.num_bytes)
         return peer
 
-    def prepare(self, peer: str, src: Column, dst: Column, length: Column) -> Batch:
-        """Addresses are the same on both sides."""
-        self._registered.find(src, length, whose=self.member)
-        self._known(peer).ranges.find(dst, length, whose=peer)
-        return Batch(peer=peer, src=src, dst=dst, length=length)
-
-    def _write(self, batch: Batch, tag: int) -> int:
-        target = self._known(batch.peer).target
-        faults = self._network.faults.get(batch.peer, Faults())
+    def _check_alive(self, peer: _Peer) -> None:
+        faults = self._network.faults.get(peer.target.member, Faults())
         if faults.stalled is not None and not faults.stalled.wait(MAX_STALL_S):
-            raise TransferTimeout(f"{batch.peer} stalled for {MAX_STALL_S} s")
-        if faults.lost or self._network.members.get(batch.peer) is not target:
-            raise PeerLost(f"{batch.peer} is gone")
-        copied = native.copy(batch.dst, batch.src, batch.length, num_threads=self._num_threads)
+            raise TransferTimeout(f"{peer.target.member} stalled for {MAX_STALL_S} s")
+        if faults.lost or self._network.members.get(peer.target.member) is not peer.target:
+            raise PeerLost(f"{peer.target.member} is gone")
+
+    def _write_chunk(self, peer: _Peer, chunk: Batch) -> int:
+        digest = copy_chunk(chunk, self._num_threads)
+        faults = self._network.faults.get(peer.target.member, Faults())
         if faults.corrupt:
             faults.corrupt = False
-            _flip_a_bit(int(batch.dst[0]))
-        with target._lock:
-            target._arrived[tag] = target._arrived.get(tag, 0) + copied
-        return copied
+            _flip_a_bit(int(chunk.dst[0]))
+        return digest
 
-    def arrived(self, tag: int) -> int:
+    def _count(self, peer: _Peer, tag: int, num_bytes: int) -> None:
+        with peer.target._lock:
+            key = tag, self._writer_number
+            peer.target._arrived[key] = peer.target._arrived.get(key, 0) + num_bytes
+
+    def arrived(self, tag: int, *, writer: int) -> int:
         """Bytes counted under a tag."""
         with self._lock:
-            return self._arrived.get(tag, 0)
+            return self._arrived.get((tag, writer), 0)
 
     def _release(self) -> None:
         self._network.members.pop(self.member, None)

@@ -18,11 +18,26 @@ from typing import Any
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
+from weft.devices import CPU, device_work, memory_kind
 from weft.errors import PeerLost, RegistrationError, TransferTimeout, TransportError, TransportUnavailable
-from weft.transport.base import Batch, Capabilities, Column, Descriptor, Endpoint, Handle, Ranges, Transport
+from weft.transport.base import (
+    Batch,
+    Capabilities,
+    Column,
+    Descriptor,
+    Endpoint,
+    Handle,
+    Ranges,
+    Transport,
+    Written,
+    cut_rows,
+    merge_rows,
+)
 
-PIECE_BYTES = 4 << 20
+PIECE_BYTES = {"cpu": 4 << 20, "cuda": 2 << 30}
+"""Largest descriptor: a CPU copies pieces in parallel; a GPU is fastest with few, large ones."""
 PROGRESS_PAUSE_US = 1000
 WRITE_DEADLINE_S = 60.0
 _MODULES = ("nixl_cu13", "nixl_cu12")
@@ -34,6 +49,7 @@ class _EndpointData(msgspec.Struct, frozen=True):
 
 
 class _Arrival(msgspec.Struct, frozen=True):
+    writer: int
     tag: int
     num_bytes: int
 
@@ -54,14 +70,26 @@ class _NixlBatch(Batch):
 
 
 class NixlTransport(Transport[_Peer]):
-    """One NIXL agent with the UCX backend, for CPU memory."""
+    """One NIXL agent with the UCX backend, for the memory of one device."""
 
-    capabilities = Capabilities(name="nixl", one_host=False, any_memory=True, needs_target_cpu=False)
+    capabilities = Capabilities(
+        name="nixl",
+        one_host=False,
+        any_memory=True,
+        needs_target_cpu=False,
+        memory=frozenset({"cpu", "cuda"}),
+    )
 
-    def __init__(self, member: str, *, devices: str = "", num_threads: int = 1) -> None:
+    def __init__(
+        self, member: str, *, writer: int = 0, num_threads: int = 1, device: str = CPU, devices: str = ""
+    ) -> None:
         """`devices` limits UCX to some network devices, such as `lo` or `mlx5_0:1`; empty: all."""
         api, bindings = _load()
-        super().__init__(member, num_threads=num_threads)
+        super().__init__(member, writer=writer, num_threads=num_threads)
+        self._kind = "DRAM" if memory_kind(device) == CPU else "VRAM"
+        self._piece_bytes = PIECE_BYTES[memory_kind(device)]
+        self._device_number = 0 if device == CPU else int(device.partition(":")[2])
+        self._work = device_work(device)
         self._errors = bindings
         self._agent_name = f"{member} {uuid.uuid4().hex}"
         parameters = {"num_threads": str(num_threads), "split_batch_size": "16"}
@@ -69,7 +97,7 @@ class NixlTransport(Transport[_Peer]):
             parameters["engine_config"] = f"NET_DEVICES={devices}"
         self._agent = _make_agent(api, self._agent_name, parameters)
         self._lists: dict[tuple[int, int], Any] = {}
-        self._arrived: dict[int, int] = {}
+        self._arrived: dict[tuple[int, int], int] = {}
         self._lock = threading.Lock()
 
     @property
@@ -81,7 +109,9 @@ class NixlTransport(Transport[_Peer]):
     def _describe(self, address: int, num_bytes: int) -> Descriptor:
         if (address, num_bytes) not in self._lists:
             try:
-                self._lists[address, num_bytes] = self._agent.register_memory([(address, num_bytes, 0, "")], "DRAM")
+                self._lists[address, num_bytes] = self._agent.register_memory(
+                    [(address, num_bytes, self._device_number, "")], self._kind
+                )
             except Exception as error:
                 raise RegistrationError(f"NIXL cannot register {num_bytes} bytes at {address:#x}: {error}") from error
         return Descriptor(transport="nixl", address=address, num_bytes=num_bytes, data=b"")
@@ -104,28 +134,42 @@ class NixlTransport(Transport[_Peer]):
             peer.ranges.add(descriptor.address, descriptor.num_bytes)
         return peer
 
-    def prepare(self, peer: str, src: Column, dst: Column, length: Column) -> Batch:
-        """Rows become NIXL descriptors of at most 4 MiB, prepared once and posted for every version."""
-        known = self._known(peer)
-        self._registered.find(src, length, whose=self.member)
-        known.ranges.find(dst, length, whose=peer)
-        src, dst, length = _cut(src, dst, length)
+    def _translate(self, peer: _Peer, batch: Batch, at: NDArray[np.int64]) -> Batch:
+        """Rows become NIXL descriptors, prepared once and posted for every version."""
+        rows = cut_rows(merge_rows(batch), self._piece_bytes)
         try:
-            local = self._agent.prep_xfer_dlist("NIXL_INIT_AGENT", _table(src, length), "DRAM")
-            remote = self._agent.prep_xfer_dlist(known.name, _table(dst, length), "DRAM")
-            order = np.arange(len(length), dtype=np.int32)
+            local = self._agent.prep_xfer_dlist("NIXL_INIT_AGENT", self._table(rows.src, rows.length), self._kind)
+            remote = self._agent.prep_xfer_dlist(peer.name, self._table(rows.dst, rows.length), self._kind)
+            order = np.arange(rows.num_rows, dtype=np.int32)
             transfer = self._agent.make_prepped_xfer("WRITE", local, order, remote, order)
         except Exception as error:
-            raise self._failure(error, peer) from error
-        return _NixlBatch(peer=peer, src=src, dst=dst, length=length, transfer=transfer)
+            raise self._failure(error, batch.peer) from error
+        return _NixlBatch(
+            peer=batch.peer,
+            src=rows.src,
+            dst=rows.dst,
+            length=rows.length,
+            position=rows.position,
+            transfer=transfer,
+        )
 
-    def _write(self, batch: Batch, tag: int) -> int:
+    def _table(self, address: Column, length: Column) -> Column:
+        """NIXL's (address, length, device) rows."""
+        return np.stack([address, length, np.full_like(length, self._device_number)], axis=1)
+
+    def _write(self, batch: Batch, tag: int, cancelled: threading.Event) -> Written:
+        """Post, digest while the bytes travel, then wait. A write that was posted cannot be stopped."""
         assert isinstance(batch, _NixlBatch)
         self._known(batch.peer)
-        note = msgspec.msgpack.encode(_Arrival(tag, batch.num_bytes))
+        if cancelled.is_set():
+            raise TransportError(f"writing to {batch.peer} was stopped before it began")
+        note = msgspec.msgpack.encode(_Arrival(self._writer_number, tag, batch.num_bytes))
         deadline = time.monotonic() + WRITE_DEADLINE_S
+        digest = 0
         try:
             state = self._agent.transfer(batch.transfer, note)
+            if batch.position is not None:
+                digest = self._work.digest(batch.src, batch.position, batch.length)
             while state == "PROC":
                 if time.monotonic() > deadline:
                     raise TransferTimeout(f"{batch.peer} did not take {batch.num_bytes} bytes in {WRITE_DEADLINE_S} s")
@@ -137,7 +181,7 @@ class NixlTransport(Transport[_Peer]):
             raise self._failure(error, batch.peer) from error
         if state != "DONE":
             raise TransportError(f"NIXL reports {state} for a write to {batch.peer}")
-        return batch.num_bytes
+        return Written(num_bytes=batch.num_bytes, digest=digest)
 
     def _failure(self, error: Exception, peer: str) -> TransportError:
         """NIXL's errors as ours."""
@@ -146,20 +190,24 @@ class NixlTransport(Transport[_Peer]):
             return PeerLost(f"{peer} is gone: {error}")
         return TransportError(f"NIXL failed towards {peer}: {type(error).__name__} {error}")
 
-    def arrived(self, tag: int) -> int:
-        """Bytes announced by writers; NIXL delivers the announcement after the data."""
+    def arrived(self, tag: int, *, writer: int) -> int:
+        """Bytes announced by a writer; NIXL delivers the announcement after the data."""
         with self._lock:
             for notes in self._agent.get_new_notifs().values():
                 for note in notes:
                     self._count(note)
-            return self._arrived.get(tag, 0)
+            return self._arrived.get((tag, writer), 0)
 
     def _count(self, note: bytes) -> None:
+        """Count a note; only a writer's newest tag is kept, so that nothing grows with the number of versions."""
         try:
             arrival = msgspec.msgpack.decode(note, type=_Arrival)
         except msgspec.DecodeError:  # not from a weft member
             return
-        self._arrived[arrival.tag] = self._arrived.get(arrival.tag, 0) + arrival.num_bytes
+        key = arrival.tag, arrival.writer
+        if key not in self._arrived:
+            self._arrived = {known: n for known, n in self._arrived.items() if known[1] != arrival.writer}
+        self._arrived[key] = self._arrived.get(key, 0) + arrival.num_bytes
 
     def _release(self) -> None:
         for registered in self._lists.values():
@@ -199,18 +247,3 @@ def _make_agent(api: Any, name: str, parameters: dict[str, str]) -> Any:
         api.nixlBind.nixlAgentConfig = base
     agent.create_backend("UCX", parameters)
     return agent
-
-
-def _cut(src: Column, dst: Column, length: Column) -> tuple[Column, Column, Column]:
-    """Rows in pieces of at most `PIECE_BYTES`."""
-    piece = np.uint64(PIECE_BYTES)
-    count = np.maximum((length + piece - np.uint64(1)) // piece, np.uint64(1)).astype(np.int64)
-    row = np.repeat(np.arange(len(length)), count)
-    nth = (np.arange(len(row)) - np.repeat(np.cumsum(count) - count, count)).astype(np.uint64)
-    offset = nth * piece
-    return src[row] + offset, dst[row] + offset, np.minimum(piece, length[row] - offset)
-
-
-def _table(address: Column, length: Column) -> Column:
-    """NIXL's (address, length, device) rows."""
-    return np.stack([address, length, np.zeros_like(length)], axis=1)

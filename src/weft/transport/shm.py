@@ -11,15 +11,17 @@ import ctypes
 import mmap
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 from weft import native
 from weft.errors import PeerLost, RegistrationError
-from weft.transport.base import Batch, Capabilities, Column, Descriptor, Endpoint, Memory, Ranges, Transport
-from weft.transport.host import CELL_BYTES, NUM_CELLS, LivingProcess, ProcessIdentity, check_writer
+from weft.transport.base import MAX_WRITERS, Batch, Capabilities, Descriptor, Endpoint, Memory, Ranges
+from weft.transport.chunked import ChunkedTransport
+from weft.transport.host import CELL_BYTES, LivingProcess, ProcessIdentity
 
 
 class SharedMemory:
@@ -85,16 +87,14 @@ class _Peer:
             memory.close()
 
 
-class ShmTransport(Transport[_Peer]):
+class ShmTransport(ChunkedTransport[_Peer]):
     """Shared memory between processes of one host."""
 
     capabilities = Capabilities(name="shm", one_host=True, any_memory=False, needs_target_cpu=False)
 
     def __init__(self, member: str, *, writer: int = 0, num_threads: int = 1) -> None:
-        """`writer` is this member's number among all that write to the same targets: its arrival cell."""
-        super().__init__(member, num_threads=num_threads)
-        self._cell_offset = check_writer(writer) * CELL_BYTES
-        self._cells = SharedMemory(NUM_CELLS * CELL_BYTES)
+        super().__init__(member, writer=writer, num_threads=num_threads)
+        self._cells = SharedMemory(MAX_WRITERS * CELL_BYTES)
         self._memories: list[SharedMemory] = []
 
     @property
@@ -122,9 +122,9 @@ class ShmTransport(Transport[_Peer]):
         where = msgspec.msgpack.decode(endpoint.data, type=_EndpointData)
         peer = _Peer(process=LivingProcess(where.process, endpoint.member), cell=0, memories=[])
         try:
-            cells = SharedMemory.opened(peer.process.pid, where.cells_fd, NUM_CELLS * CELL_BYTES)
+            cells = SharedMemory.opened(peer.process.pid, where.cells_fd, MAX_WRITERS * CELL_BYTES)
             peer.memories.append(cells)
-            peer.cell = cells.address + self._cell_offset
+            peer.cell = cells.address + self._writer_number * CELL_BYTES
             mapped: dict[int, SharedMemory] = {}
             for descriptor in descriptors:
                 self._map_descriptor(peer, descriptor, mapped)
@@ -152,28 +152,36 @@ class ShmTransport(Transport[_Peer]):
         peer.ranges.add(descriptor.address, descriptor.num_bytes)
         peer.shift[descriptor.address] = mapped[data.fd].address - data.memory_address
 
-    def prepare(self, peer: str, src: Column, dst: Column, length: Column) -> Batch:
+    def _locate(self, peer: _Peer, batch: Batch, at: NDArray[np.int64]) -> Batch:
         """Translate the peer's addresses into this process's mapping of them."""
-        known = self._known(peer)
-        self._registered.find(src, length, whose=self.member)
-        at = known.ranges.find(dst, length, whose=peer)
-        starts, _ = known.ranges.columns()
-        shift = np.array([known.shift[int(start)] for start in starts], dtype=np.int64)
-        mapped = (dst.astype(np.int64) + shift[at]).astype(np.uint64)
-        return Batch(peer=peer, src=np.ascontiguousarray(src), dst=mapped, length=np.ascontiguousarray(length))
+        starts, _ = peer.ranges.columns()
+        shift = np.array([peer.shift[int(start)] for start in starts], dtype=np.int64)
+        return replace(batch, dst=(batch.dst.astype(np.int64) + shift[at]).astype(np.uint64))
 
-    def _write(self, batch: Batch, tag: int) -> int:
-        peer = self._known(batch.peer)
+    def _check_alive(self, peer: _Peer) -> None:
         peer.process.check()
-        copied = native.copy(batch.dst, batch.src, batch.length, num_threads=self._num_threads)
-        native.publish(peer.cell, tag, copied)
-        peer.process.check()
-        return copied
 
-    def arrived(self, tag: int) -> int:
-        """Bytes counted in this member's cells."""
-        return native.arrived(self._cells.address, NUM_CELLS, tag)
+    def _write_chunk(self, peer: _Peer, chunk: Batch) -> int:
+        return copy_chunk(chunk, self._num_threads)
+
+    def _announce(self, peer: _Peer, tag: int) -> None:
+        native.publish(peer.cell, tag, 0)
+
+    def _count(self, peer: _Peer, tag: int, num_bytes: int) -> None:
+        native.publish(peer.cell, tag, num_bytes)
+
+    def arrived(self, tag: int, *, writer: int) -> int:
+        """Bytes counted in the writer's cell."""
+        return native.arrived(self._cells.address + writer * CELL_BYTES, 1, tag)
 
     def _release(self) -> None:
         for memory in (*self._memories, self._cells):
             memory.close()
+
+
+def copy_chunk(chunk: Batch, num_threads: int) -> int:
+    """Copy rows inside this process's address space, digesting them on the way where that is wanted."""
+    if chunk.position is not None:
+        return native.copy_digest(chunk.dst, chunk.src, chunk.position, chunk.length, num_threads=num_threads)
+    native.copy(chunk.dst, chunk.src, chunk.length, num_threads=num_threads)
+    return 0

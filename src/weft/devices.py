@@ -1,0 +1,46 @@
+"""Where memory lies, and who does bulk work on it: the C module for `cpu`, Triton kernels for `cuda:N`.
+
+work = device_work("cuda:0")
+work.copy(dst, src, length)             # the same calls as weft.native, on columns of device addresses
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Protocol
+
+from weft import native
+from weft.errors import ConfigError
+from weft.native import Column
+
+CPU = "cpu"
+_DEVICE = re.compile(r"cpu|cuda:\d+")
+
+
+class DeviceWork(Protocol):
+    """Bulk work on one device's memory. Calls return when the work is done."""
+
+    def copy(self, dst: Column, src: Column, length: Column, *, num_threads: int = 1) -> int:
+        """Copy rows; returns the bytes copied."""
+
+    def digest(self, address: Column, position: Column, length: Column, *, num_threads: int = 1) -> int:
+        """Digest of rows; see weft.native."""
+
+    def copy_digest(self, dst: Column, src: Column, position: Column, length: Column, *, num_threads: int = 1) -> int:
+        """Copy and digest."""
+
+
+def memory_kind(device: str) -> str:
+    """`cpu` or `cuda`."""
+    if not _DEVICE.fullmatch(device):
+        raise ConfigError(f"`{device}` is no device", hint="cpu, or cuda:0, cuda:1, …")
+    return device.partition(":")[0]
+
+
+def device_work(device: str) -> DeviceWork:
+    """Who works on a device's memory."""
+    if memory_kind(device) == CPU:
+        return native
+    from weft.gpu import GpuWork  # noqa: PLC0415 - torch and Triton only where there is a GPU
+
+    return GpuWork(int(device.partition(":")[2]))

@@ -1,0 +1,128 @@
+"""Following one version as it lands: what has arrived from each trainer, and its digest.
+
+Bytes of one trainer are counted in the order of its rows, so a receiver can digest the first ones while the rest is on
+its way. What is wrong is known by trainer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from weft.config import DigestPolicy
+from weft.devices import DeviceWork
+from weft.errors import IntegrityError
+from weft.runtime.messages import Part, Source, unpack
+from weft.runtime.transports import OpenTransports
+from weft.transport.base import Column
+
+STEP_BYTES = 16 << 20
+"""Most bytes digested before the control channel is looked at again (CPU memory)."""
+_MASK = (1 << 64) - 1
+
+
+@dataclass(kw_only=True)
+class _Stream:
+    """What comes from one trainer."""
+
+    trainer: int
+    transport: str
+    address: Column
+    position: Column
+    length: Column
+    ends: Column = field(init=False)
+    done: int = 0
+    digest: int = 0
+
+    def __post_init__(self) -> None:
+        self.ends = np.cumsum(self.length)
+
+    @property
+    def total(self) -> int:
+        """Bytes the plan says it sends."""
+        return int(self.ends[-1]) if len(self.ends) else 0
+
+    def rows(self, begin: int, end: int) -> tuple[Column, Column, Column]:
+        """The rows of bytes `begin` to `end`, the first and the last one cut."""
+        first = int(np.searchsorted(self.ends, begin, side="right"))
+        last = int(np.searchsorted(self.ends, end, side="left"))
+        address, position, length = (c[first : last + 1].copy() for c in (self.address, self.position, self.length))
+        skip = np.uint64(begin - (int(self.ends[first]) - int(self.length[first])))
+        address[0] += skip
+        position[0] += skip
+        length[0] -= skip
+        length[-1] -= np.uint64(int(self.ends[last]) - end)
+        return address, position, length
+
+
+class Arrivals:
+    """One version on its way to one engine rank."""
+
+    def __init__(
+        self,
+        version: int,
+        sources: Sequence[Source],
+        transports: OpenTransports,
+        work: DeviceWork,
+        digest: DigestPolicy,
+        *,
+        step_bytes: int = STEP_BYTES,
+    ) -> None:
+        self.version = version
+        self._step_bytes = step_bytes
+        self._transports, self._work, self._digest = transports, work, digest
+        self._streams = [
+            _Stream(
+                trainer=source.trainer,
+                transport=source.transport,
+                address=unpack(source.address),
+                position=unpack(source.position),
+                length=unpack(source.length),
+            )
+            for source in sources
+        ]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that have arrived and were digested."""
+        return sum(stream.done for stream in self._streams)
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of the whole version."""
+        return sum(stream.total for stream in self._streams)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all bytes are here."""
+        return all(stream.done >= stream.total for stream in self._streams)
+
+    def follow(self) -> bool:
+        """Take in some of what has landed since; returns whether there was anything."""
+        moved = False
+        for stream in self._streams:
+            landed = self._transports[stream.transport].arrived(self.version + 1, writer=stream.trainer)
+            landed = min(landed, stream.done + self._step_bytes, stream.total)
+            if landed <= stream.done:
+                continue
+            if self._digest is DigestPolicy.ON:
+                stream.digest += self._work.digest(*stream.rows(stream.done, landed))
+            stream.done = landed
+            moved = True
+        return moved
+
+    def check(self, parts: Sequence[Part]) -> None:
+        """Compare with what trainers say they sent; raises IntegrityError naming those that differ."""
+        sent = {part.trainer: part for part in parts}
+        wrong = []
+        for stream in self._streams:
+            part = sent.get(stream.trainer)
+            if part is None or part.num_bytes != stream.total:
+                wrong.append(f"trainer {stream.trainer} sent {part.num_bytes if part else 0} of {stream.total} bytes")
+            elif self._digest is DigestPolicy.ON and part.digest != stream.digest & _MASK:
+                found = stream.digest & _MASK
+                wrong.append(f"trainer {stream.trainer} sent digest {part.digest:#x}, but {found:#x} arrived")
+        if wrong:
+            raise IntegrityError(f"version {self.version}: {'; '.join(wrong)}")

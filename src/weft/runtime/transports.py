@@ -1,0 +1,77 @@
+"""The transports one member has open, and the memory it has registered with them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from weft.config import TransferSettings
+from weft.runtime.messages import Offer
+from weft.transport.base import Descriptor, Memory, Transport
+from weft.transport.registry import Place, open_transport, place_here
+
+
+class OpenTransports:
+    """Opens transports by name when the controller asks for them. `given` replaces them all, for tests."""
+
+    def __init__(self, member: str, *, rank: int, device: str, given: Transport[Any] | None = None) -> None:
+        self._member, self._rank, self._device = member, rank, device
+        self._given = given
+        self._open: dict[str, Transport[Any]] = {}
+        self._descriptors: dict[tuple[str, int, int], Descriptor] = {}
+        if given is not None:
+            self._open[given.capabilities.name] = given
+
+    def place(self, *, shareable: bool) -> Place:
+        """What the controller should know to choose from."""
+        place = place_here(self._device, shareable=shareable)
+        if self._given is None:
+            return place
+        return Place(
+            host=place.host,
+            container=place.container,
+            user=place.user,
+            device=place.device,
+            installed=(self._given.capabilities.name,),
+            shareable=shareable,
+        )
+
+    def open(self, names: Iterable[str], settings: TransferSettings) -> None:
+        """Open what is not open yet."""
+        for name in names:
+            if name not in self._open:
+                self._open[name] = open_transport(
+                    name,
+                    self._member,
+                    writer=self._rank,
+                    num_threads=settings.num_threads,
+                    device=self._device,
+                    nixl_devices=settings.nixl_devices,
+                )
+
+    def offers(self, ranges: Iterable[tuple[int, int]]) -> dict[str, Offer]:
+        """Register ranges of memory with every open transport, once; how others reach them."""
+        wanted = sorted(set(ranges))
+        for name, transport in self._open.items():
+            for address, num_bytes in wanted:
+                if (name, address, num_bytes) not in self._descriptors:
+                    self._descriptors[name, address, num_bytes] = transport.register(address, num_bytes)[1]
+        return {
+            name: Offer(endpoint=transport.endpoint, descriptors=[self._descriptors[name, *key] for key in wanted])
+            for name, transport in self._open.items()
+        }
+
+    def allocate(self, num_bytes: int) -> Memory:
+        """Memory all open transports can write into: what `shm` allocates suits every one for CPU memory."""
+        chosen = self._open.get("shm") or next(iter(self._open.values()))
+        return chosen.allocate(num_bytes)
+
+    def __getitem__(self, name: str) -> Transport[Any]:
+        return self._open[name]
+
+    def close_all(self) -> None:
+        """Close and forget every transport; peers lose access to what was registered with them."""
+        for transport in self._open.values():
+            transport.close()
+        self._open = {}
+        self._descriptors = {}
