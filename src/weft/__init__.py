@@ -9,6 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from weft.config import TransferSettings as TransferSettings
     from weft.core.layout import Layout as Layout
     from weft.core.layout import Shard as Shard
     from weft.core.layout import Tensor as Tensor
@@ -19,22 +20,33 @@ if TYPE_CHECKING:
     from weft.core.topology import Topology as Topology
     from weft.core.topology import load_topology as load_topology
     from weft.errors import WeftError as WeftError
+    from weft.integrations.torch import weights_of as weights_of
+    from weft.runtime.controller import Controller as Controller
+    from weft.runtime.receiver import Receiver as Receiver
+    from weft.runtime.sender import Sender as Sender
+    from weft.runtime.weights import Weights as Weights
     from weft.sim.simulator import simulate as simulate
 
 __version__ = "0.1.0"
 
 _HOMES = {
+    "Controller": "weft.runtime.controller",
     "Layout": "weft.core.layout",
     "Piece": "weft.core.recipe",
     "Plan": "weft.core.plan",
+    "Receiver": "weft.runtime.receiver",
     "Recipe": "weft.core.recipe",
+    "Sender": "weft.runtime.sender",
     "Shard": "weft.core.layout",
     "Tensor": "weft.core.layout",
     "Topology": "weft.core.topology",
+    "TransferSettings": "weft.config",
     "WeftError": "weft.errors",
+    "Weights": "weft.runtime.weights",
     "load_topology": "weft.core.topology",
     "make_plan": "weft.core.planner",
     "simulate": "weft.sim.simulator",
+    "weights_of": "weft.integrations.torch",
 }
 
 __all__ = sorted(_HOMES)  # noqa: PLE0605

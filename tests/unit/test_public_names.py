@@ -8,17 +8,23 @@ import weft
 
 def test_the_export_list_is_exact():
     assert weft.__all__ == [
+        "Controller",
         "Layout",
         "Piece",
         "Plan",
+        "Receiver",
         "Recipe",
+        "Sender",
         "Shard",
         "Tensor",
         "Topology",
+        "TransferSettings",
         "WeftError",
+        "Weights",
         "load_topology",
         "make_plan",
         "simulate",
+        "weights_of",
     ]
     for name in weft.__all__:
         assert getattr(weft, name).__name__ == name

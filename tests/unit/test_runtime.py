@@ -102,7 +102,7 @@ def test_a_late_write_of_an_aborted_version_reaches_no_live_weights(pair):
     pair.trainer["w"] += 1
     publication = pair.sender.publish(version=2)
     started = time.monotonic()
-    with pytest.raises(VersionError, match="did not finish|not ready everywhere"):
+    with pytest.raises(VersionError, match=r"did not finish|not ready everywhere"):
         publication.wait_committed(SOON_S)
     assert time.monotonic() - started < SOON_S
     assert not publication.is_released

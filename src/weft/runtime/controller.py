@@ -540,7 +540,7 @@ class Controller:
         transfer.writers.discard(trainer)
         transfer.finished.add(trainer)
         transfer.parts += parts
-        for loss in losses:  # if it lives, it joins again
+        for loss in losses if not transfer.is_decided else ():  # if it lives, it joins again
             self._lose(f"engine {loss.engine}", f"could not be written to by trainer {trainer}: {loss.reason}")
         if not transfer.is_decided and len(transfer.finished) == self._num["trainer"]:
             for rank in sorted(transfer.engines):

@@ -47,6 +47,11 @@ class SharedMemory:
         memory.address = _address_of(memory._map)
         return memory
 
+    @property
+    def buffer(self) -> mmap.mmap:
+        """The memory as an object; it stays mapped while somebody uses this."""
+        return self._map
+
     def close(self) -> None:
         """Unmap, unless arrays still use the memory; it is freed with the last user in any case."""
         os.close(self.fd)

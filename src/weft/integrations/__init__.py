@@ -1,0 +1,1 @@
+"""Adapters: from the frameworks people use to weft, and back."""

@@ -1,0 +1,219 @@
+"""Weights of torch modules: plain ones, DDP, FSDP2 and any other DTensor sharding, tied parameters.
+
+    weights = weights_of(model)              # of this rank; nothing is copied or gathered
+    Sender("tcp://ctl:7070", rank=rank, weights=weights)
+
+A parameter that is sharded along several mesh dimensions may hold several boxes of its tensor (FSDP2 over tensor
+parallelism cuts rows twice): each becomes a shard of its own. Parameters that share memory are one shard with several
+names.
+
+CPU weights can be moved into shared memory, so that other processes write into them directly: the tensor objects the
+model holds stay the same, only the memory behind them changes. That is safe only if nobody else holds that memory. It
+is checked: where somebody does, the weights stay where they are and the `cma` transport is used.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Placement, Replicate
+from torch.nn.parallel import DistributedDataParallel
+
+from weft.core.layout import Tensor
+from weft.errors import LayoutError, RegistrationError
+from weft.runtime.weights import Allocate, Held, Weights
+from weft.transport.shm import SharedMemory
+
+ALIGN = 256
+_DTYPES = {
+    torch.float32: "fp32",
+    torch.float16: "fp16",
+    torch.bfloat16: "bf16",
+    torch.float8_e4m3fn: "fp8_e4m3",
+}
+_PREFIXES = ("_orig_mod.",)
+"""Of compiled modules; not part of a tensor's name."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Named:
+    """One parameter's local memory and all its names."""
+
+    names: tuple[str, ...]
+    parameter: torch.Tensor
+    """As the module holds it: a DTensor, where it is sharded."""
+    local: torch.Tensor
+
+
+def weights_of(module: torch.nn.Module) -> Weights:
+    """The parameters a module holds on this rank. Raises LayoutError naming those that cannot be transferred."""
+    named = list(_parameters(module))
+    if not named:
+        raise LayoutError(f"{type(module).__name__} has no parameters")
+    problems = tuple(problem for parameter in named for problem in _problems(parameter))
+    if problems:
+        raise LayoutError("these parameters cannot be transferred", problems=problems)
+    devices = sorted({_device(parameter.local) for parameter in named})
+    if len(devices) > 1:
+        raise LayoutError(f"parameters lie on {', '.join(devices)}", hint="one member holds weights of one device")
+    return _weights(named, devices[0])
+
+
+def _parameters(module: torch.nn.Module) -> Iterator[_Named]:
+    """Every parameter once, with all its names."""
+    if isinstance(module, DistributedDataParallel):
+        module = module.module
+    by_object: dict[int, tuple[torch.Tensor, list[str]]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        for prefix in _PREFIXES:
+            name = name.replace(prefix, "")  # noqa: PLW2901
+        local = _local(parameter)
+        key = local.data_ptr() if local.numel() else id(parameter)
+        by_object.setdefault(key, (parameter, []))[1].append(name)
+    for tensor, names in by_object.values():
+        yield _Named(tuple(names), tensor, _local(tensor))
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    """The memory a parameter has on this rank; the very tensor it holds, not a view of it."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def _problems(named: _Named) -> Iterator[str]:
+    name, local = named.names[0], named.local
+    if local.dtype not in _DTYPES:
+        yield f"{name} is {local.dtype}; supported: {', '.join(str(dtype) for dtype in _DTYPES)}"
+    if local.device.type not in ("cpu", "cuda"):
+        yield f"{name} lies on {local.device}"
+    if local.layout is not torch.strided:
+        yield f"{name} is {local.layout}"
+    elif any(stride < 1 for size, stride in zip(local.shape, local.stride(), strict=True) if size > 1):
+        yield f"{name} has strides {tuple(local.stride())}"
+    if isinstance(named.parameter, DTensor):
+        yield from (
+            f"{name} is placed as {placement}"
+            for placement in named.parameter.placements
+            if not (placement.is_shard() or isinstance(placement, Replicate) or _is_strided_shard(placement))
+        )
+
+
+def _device(tensor: torch.Tensor) -> str:
+    return "cpu" if tensor.device.type == "cpu" else f"cuda:{tensor.device.index or 0}"
+
+
+def _weights(named: Sequence[_Named], device: str) -> Weights:
+    held = tuple(shard for parameter in named for shard in _shards(parameter))
+    can_move = device == "cpu" and all(_nobody_else_holds(group) for group in _by_storage(named))
+    rehome = (lambda allocate: _rehome(named, allocate)) if can_move else None
+    return Weights(held, keep=[parameter.parameter for parameter in named], device=device, rehome=rehome)
+
+
+def _shards(named: _Named) -> Iterator[Held]:
+    """The boxes of its tensor that a parameter's local memory holds."""
+    local = named.local
+    name, *aliases = named.names
+    tensor = Tensor(name=name, dtype=_DTYPES[local.dtype], shape=tuple(named.parameter.shape))
+    per_dim = (
+        _segments(named.parameter) if isinstance(named.parameter, DTensor) else [[(0, 0, size)] for size in local.shape]
+    )
+    size, strides = local.element_size(), tuple(local.stride())
+    for box in itertools.product(*per_dim):
+        extent = tuple(count for _, _, count in box)
+        if 0 in extent:
+            continue
+        offset = sum(at * stride for (at, _, _), stride in zip(box, strides, strict=True))
+        yield Held(
+            tensor=tensor,
+            aliases=tuple(aliases),
+            lo=tuple(lo for _, lo, _ in box),
+            extent=extent,
+            strides=strides,
+            address=local.data_ptr() + offset * size,
+        )
+
+
+def _segments(parameter: DTensor) -> list[list[tuple[int, int, int]]]:
+    """For every dimension the runs of indices this rank holds: (place in local memory, global index, count).
+
+    Each placement cuts one dimension, so dimensions are independent; torch's own splitting is applied to the indices.
+    """
+    coordinate = parameter.device_mesh.get_coordinate()
+    if coordinate is None:
+        return [[] for _ in parameter.shape]
+    indices = [torch.arange(size) for size in parameter.shape]
+    for axis, placement in enumerate(parameter.placements):
+        if isinstance(placement, Replicate):
+            continue
+        dim = placement.dim  # type: ignore[attr-defined]
+        parts = _split(placement, indices[dim], parameter.device_mesh.size(axis))
+        indices[dim] = parts[coordinate[axis]]
+    return [_runs(index) for index in indices]
+
+
+def _split(placement: Any, index: torch.Tensor, num_parts: int) -> list[torch.Tensor]:
+    """A dimension's indices, cut as torch cuts a tensor's rows."""
+    options = {"split_factor": placement.split_factor} if _is_strided_shard(placement) else {}
+    along_rows = type(placement)(0, **options)
+    return along_rows._split_tensor(index, num_parts, with_padding=False, contiguous=True)[0]
+
+
+def _is_strided_shard(placement: Placement) -> bool:
+    return hasattr(placement, "split_factor")
+
+
+def _runs(index: torch.Tensor) -> list[tuple[int, int, int]]:
+    if not len(index):
+        return [(0, 0, 0)]
+    borders = [0, *(torch.nonzero(torch.diff(index) != 1).flatten() + 1).tolist(), len(index)]
+    return [(begin, int(index[begin]), end - begin) for begin, end in itertools.pairwise(borders)]
+
+
+def _by_storage(named: Sequence[_Named]) -> list[list[torch.Tensor]]:
+    """Local tensors, grouped by the memory they lie in."""
+    groups: dict[int, list[torch.Tensor]] = {}
+    for parameter in named:
+        if parameter.local.numel():
+            groups.setdefault(parameter.local.untyped_storage().data_ptr(), []).append(parameter.local)
+    return list(groups.values())
+
+
+def _nobody_else_holds(tensors: list[torch.Tensor]) -> bool:
+    """Whether these tensors are the only ones that use their memory; another would be left behind by moving it."""
+    if any(tensor.is_inference() for tensor in tensors):
+        return False
+    storage = tensors[0].untyped_storage()
+    holders = torch._C._storage_Use_Count(storage._cdata)
+    return bool(holders <= len(tensors) + 1)  # and `storage` itself
+
+
+def _rehome(named: Sequence[_Named], allocate: Allocate) -> Weights:
+    """Move all weights into one piece of shared memory; the tensor objects stay."""
+    groups = _by_storage(named)
+    if not all(_nobody_else_holds(group) for group in groups):
+        raise RegistrationError("somebody else holds the memory of these weights by now", hint="use the cma transport")
+    sizes = [-(-group[0].untyped_storage().nbytes() // ALIGN) * ALIGN for group in groups]
+    memory = allocate(max(sum(sizes), ALIGN))
+    assert isinstance(memory.keep, SharedMemory)
+    arena = torch.frombuffer(memory.keep.buffer, dtype=torch.uint8)
+    start = 0
+    for group, size in zip(groups, sizes, strict=True):
+        _move_storage(group, arena, start)
+        start += size
+    return _weights(named, "cpu")
+
+
+def _move_storage(tensors: list[torch.Tensor], arena: torch.Tensor, start: int) -> None:
+    """Copy one storage to byte `start` of the arena and let its tensors point there."""
+    old = tensors[0].untyped_storage()
+    as_bytes = torch.empty(0, dtype=torch.uint8).set_(old)
+    arena[start : start + old.nbytes()].copy_(as_bytes)
+    for tensor in tensors:
+        at = start // tensor.element_size() + tensor.storage_offset()
+        moved = torch.empty(0, dtype=tensor.dtype)
+        moved.set_(arena.untyped_storage(), at, tensor.shape, tensor.stride())
+        tensor.data = moved
