@@ -196,6 +196,11 @@ def _rehome(named: Sequence[_Named], allocate: Allocate) -> Weights:
     groups = _by_storage(named)
     if not all(_nobody_else_holds(group) for group in groups):
         raise RegistrationError("somebody else holds the memory of these weights by now", hint="use the cma transport")
+    _move_all(groups, allocate)
+    return _weights(named, "cpu")
+
+
+def _move_all(groups: list[list[torch.Tensor]], allocate: Allocate) -> None:
     sizes = [-(-group[0].untyped_storage().nbytes() // ALIGN) * ALIGN for group in groups]
     memory = allocate(max(sum(sizes), ALIGN))
     assert isinstance(memory.keep, SharedMemory)
@@ -204,7 +209,6 @@ def _rehome(named: Sequence[_Named], allocate: Allocate) -> Weights:
     for group, size in zip(groups, sizes, strict=True):
         _move_storage(group, arena, start)
         start += size
-    return _weights(named, "cpu")
 
 
 def _move_storage(tensors: list[torch.Tensor], arena: torch.Tensor, start: int) -> None:
