@@ -19,6 +19,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement, Replicate
@@ -204,7 +205,7 @@ def _move_all(groups: list[list[torch.Tensor]], allocate: Allocate) -> None:
     sizes = [-(-group[0].untyped_storage().nbytes() // ALIGN) * ALIGN for group in groups]
     memory = allocate(max(sum(sizes), ALIGN))
     assert isinstance(memory.keep, SharedMemory)
-    arena = torch.frombuffer(memory.keep.buffer, dtype=torch.uint8)
+    arena = torch.from_numpy(np.frombuffer(memory.keep.buffer, dtype=np.uint8))  # keeps it mapped; frombuffer would not
     start = 0
     for group, size in zip(groups, sizes, strict=True):
         _move_storage(group, arena, start)
