@@ -14,8 +14,9 @@ is checked: where somebody does, the weights stay where they are and the `cma` t
 
 from __future__ import annotations
 
+import bisect
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,7 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from weft.core.layout import Tensor
 from weft.errors import LayoutError, RegistrationError
-from weft.runtime.weights import Allocate, Held, Weights
+from weft.runtime.weights import Allocate, Held, Part, Weights
 from weft.transport.shm import SharedMemory
 
 ALIGN = 256
@@ -49,11 +50,16 @@ class _Named:
     parameter: torch.Tensor
     """As the module holds it: a DTensor, where it is sharded."""
     local: torch.Tensor
+    part: Part | None
+    """Which box of its tensor it is, where that was said."""
 
 
-def weights_of(module: torch.nn.Module) -> Weights:
-    """The parameters a module holds on this rank. Raises LayoutError naming those that cannot be transferred."""
-    named = list(_parameters(module))
+def weights_of(module: torch.nn.Module, *, parts: Mapping[str, Part] | None = None) -> Weights:
+    """The parameters a module holds on this rank. Raises LayoutError naming those that cannot be transferred.
+
+    `parts` says which box of its tensor a plain parameter is, where a module shards without DTensor.
+    """
+    named = list(_parameters(module, parts or {}))
     if not named:
         raise LayoutError(f"{type(module).__name__} has no parameters")
     problems = tuple(problem for parameter in named for problem in _problems(parameter))
@@ -65,7 +71,7 @@ def weights_of(module: torch.nn.Module) -> Weights:
     return _weights(named, devices[0])
 
 
-def _parameters(module: torch.nn.Module) -> Iterator[_Named]:
+def _parameters(module: torch.nn.Module, parts: Mapping[str, Part]) -> Iterator[_Named]:
     """Every parameter once, with all its names."""
     if isinstance(module, DistributedDataParallel):
         module = module.module
@@ -77,7 +83,7 @@ def _parameters(module: torch.nn.Module) -> Iterator[_Named]:
         key = local.data_ptr() if local.numel() else id(parameter)
         by_object.setdefault(key, (parameter, []))[1].append(name)
     for tensor, names in by_object.values():
-        yield _Named(tuple(names), tensor, _local(tensor))
+        yield _Named(tuple(names), tensor, _local(tensor), parts.get(names[0]))
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
@@ -111,17 +117,37 @@ def _weights(named: Sequence[_Named], device: str) -> Weights:
     held = tuple(shard for parameter in named for shard in _shards(parameter))
     can_move = device == "cpu" and all(_nobody_else_holds(group) for group in _by_storage(named))
     rehome = (lambda allocate: _rehome(named, allocate)) if can_move else None
-    return Weights(held, keep=[parameter.parameter for parameter in named], device=device, rehome=rehome)
+    keep = [parameter.parameter for parameter in named]
+    return Weights(held, tuple(_ranges(named, held)), keep=keep, device=device, rehome=rehome)
+
+
+def _ranges(named: Sequence[_Named], held: Sequence[Held]) -> Iterator[tuple[int, int]]:
+    """Memory of the shards; those that touch inside one storage are one range."""
+    starts = sorted({parameter.local.untyped_storage().data_ptr() for parameter in named if parameter.local.numel()})
+    spans = sorted({(shard.address, shard.address + shard.span_bytes) for shard in held})
+    begin, end = spans[0] if spans else (0, 0)
+    for start, stop in spans[1:]:
+        same_storage = bisect.bisect(starts, start) == bisect.bisect(starts, begin)
+        if same_storage and start <= end:
+            end = max(end, stop)
+        else:
+            yield begin, end - begin
+            begin, end = start, stop
+    if spans:
+        yield begin, end - begin
 
 
 def _shards(named: _Named) -> Iterator[Held]:
     """The boxes of its tensor that a parameter's local memory holds."""
     local = named.local
     name, *aliases = named.names
-    tensor = Tensor(name=name, dtype=_DTYPES[local.dtype], shape=tuple(named.parameter.shape))
-    per_dim = (
-        _segments(named.parameter) if isinstance(named.parameter, DTensor) else [[(0, 0, size)] for size in local.shape]
-    )
+    shape = named.part.shape if named.part is not None else tuple(named.parameter.shape)
+    tensor = Tensor(name=name, dtype=_DTYPES[local.dtype], shape=shape)
+    if isinstance(named.parameter, DTensor):
+        per_dim = _segments(named.parameter)
+    else:
+        start = named.part.lo if named.part is not None else (0,) * local.dim()
+        per_dim = [[(0, lo, extent)] for lo, extent in zip(start, local.shape, strict=True)]
     size, strides = local.element_size(), tuple(local.stride())
     for box in itertools.product(*per_dim):
         extent = tuple(count for _, _, count in box)

@@ -7,7 +7,7 @@ its way. What is wrong is known by trainer.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -23,29 +23,37 @@ STEP_BYTES = 16 << 20
 _MASK = (1 << 64) - 1
 
 
-@dataclass(kw_only=True)
-class _Stream:
-    """What comes from one trainer."""
+@dataclass(frozen=True, kw_only=True)
+class Stream:
+    """What comes from one trainer, in every version."""
 
     trainer: int
     transport: str
     address: Column
     position: Column
     length: Column
-    ends: Column = field(init=False)
-    done: int = 0
-    digest: int = 0
+    ends: Column
+    total: int
 
-    def __post_init__(self) -> None:
-        self.ends = np.cumsum(self.length)
-
-    @property
-    def total(self) -> int:
-        """Bytes the plan says it sends."""
-        return int(self.ends[-1]) if len(self.ends) else 0
+    @classmethod
+    def of(cls, source: Source) -> Stream:
+        """From an engine rank's part of the plan."""
+        length = unpack(source.length)
+        ends = np.cumsum(length)
+        return cls(
+            trainer=source.trainer,
+            transport=source.transport,
+            address=unpack(source.address),
+            position=unpack(source.position),
+            length=length,
+            ends=ends,
+            total=int(ends[-1]) if len(ends) else 0,
+        )
 
     def rows(self, begin: int, end: int) -> tuple[Column, Column, Column]:
         """The rows of bytes `begin` to `end`, the first and the last one cut."""
+        if begin == 0 and end == self.total:
+            return self.address, self.position, self.length
         first = int(np.searchsorted(self.ends, begin, side="right"))
         last = int(np.searchsorted(self.ends, end, side="left"))
         address, position, length = (c[first : last + 1].copy() for c in (self.address, self.position, self.length))
@@ -57,13 +65,22 @@ class _Stream:
         return address, position, length
 
 
+@dataclass(slots=True)
+class _Progress:
+    """How far one trainer's bytes have come in."""
+
+    stream: Stream
+    done: int = 0
+    digest: int = 0
+
+
 class Arrivals:
     """One version on its way to one engine rank."""
 
     def __init__(
         self,
         version: int,
-        sources: Sequence[Source],
+        streams: Sequence[Stream],
         transports: OpenTransports,
         work: DeviceWork,
         digest: DigestPolicy,
@@ -73,43 +90,35 @@ class Arrivals:
         self.version = version
         self._step_bytes = step_bytes
         self._transports, self._work, self._digest = transports, work, digest
-        self._streams = [
-            _Stream(
-                trainer=source.trainer,
-                transport=source.transport,
-                address=unpack(source.address),
-                position=unpack(source.position),
-                length=unpack(source.length),
-            )
-            for source in sources
-        ]
+        self._progress = [_Progress(stream) for stream in streams]
 
     @property
     def num_bytes(self) -> int:
         """Bytes that have arrived and were digested."""
-        return sum(stream.done for stream in self._streams)
+        return sum(progress.done for progress in self._progress)
 
     @property
     def total_bytes(self) -> int:
         """Bytes of the whole version."""
-        return sum(stream.total for stream in self._streams)
+        return sum(progress.stream.total for progress in self._progress)
 
     @property
     def is_whole(self) -> bool:
         """Whether all bytes are here."""
-        return all(stream.done >= stream.total for stream in self._streams)
+        return all(progress.done >= progress.stream.total for progress in self._progress)
 
     def follow(self) -> bool:
         """Take in some of what has landed since; returns whether there was anything."""
         moved = False
-        for stream in self._streams:
+        for progress in self._progress:
+            stream = progress.stream
             landed = self._transports[stream.transport].arrived(self.version + 1, writer=stream.trainer)
-            landed = min(landed, stream.done + self._step_bytes, stream.total)
-            if landed <= stream.done:
+            landed = min(landed, progress.done + self._step_bytes, stream.total)
+            if landed <= progress.done:
                 continue
             if self._digest is DigestPolicy.ON:
-                stream.digest += self._work.digest(*stream.rows(stream.done, landed))
-            stream.done = landed
+                progress.digest += self._work.digest(*stream.rows(progress.done, landed))
+            progress.done = landed
             moved = True
         return moved
 
@@ -117,12 +126,12 @@ class Arrivals:
         """Compare with what trainers say they sent; raises IntegrityError naming those that differ."""
         sent = {part.trainer: part for part in parts}
         wrong = []
-        for stream in self._streams:
-            part = sent.get(stream.trainer)
-            if part is None or part.num_bytes != stream.total:
-                wrong.append(f"trainer {stream.trainer} sent {part.num_bytes if part else 0} of {stream.total} bytes")
-            elif self._digest is DigestPolicy.ON and part.digest != stream.digest & _MASK:
-                found = stream.digest & _MASK
-                wrong.append(f"trainer {stream.trainer} sent digest {part.digest:#x}, but {found:#x} arrived")
+        for progress in self._progress:
+            trainer, total, found = progress.stream.trainer, progress.stream.total, progress.digest & _MASK
+            part = sent.get(trainer)
+            if part is None or part.num_bytes != total:
+                wrong.append(f"trainer {trainer} sent {part.num_bytes if part else 0} of {total} bytes")
+            elif self._digest is DigestPolicy.ON and part.digest != found:
+                wrong.append(f"trainer {trainer} sent digest {part.digest:#x}, but {found:#x} arrived")
         if wrong:
             raise IntegrityError(f"version {self.version}: {'; '.join(wrong)}")

@@ -57,7 +57,7 @@ def in_live(weights: Weights) -> Landing:
         raise LayoutError("weights that are not contiguous cannot be written in place", problems=strided, hint="shadow")
     return Landing(
         addresses=tuple(held.address for held in weights.held),
-        ranges=tuple((held.address, held.span_bytes) for held in weights.held),
+        ranges=weights.ranges,
         copy=None,
         keep=weights,
     )

@@ -31,7 +31,7 @@ from typing import Any, Self
 from weft.config import ReceiverMode
 from weft.devices import CPU, device_work
 from weft.errors import IntegrityError, ProtocolError, TransferTimeout, WeftError
-from weft.runtime.arrivals import STEP_BYTES, Arrivals
+from weft.runtime.arrivals import STEP_BYTES, Arrivals, Stream
 from weft.runtime.landing import Landing, in_live, in_staging
 from weft.runtime.member import ControlThread
 from weft.runtime.messages import (
@@ -50,7 +50,6 @@ from weft.runtime.messages import (
     Paused,
     Ready,
     ReceivePlan,
-    Source,
     Verify,
 )
 from weft.runtime.sender import held_shard
@@ -90,7 +89,7 @@ class Receiver:
         self._transports = OpenTransports(self.member, rank=rank, device=weights.device, given=transport)
         self._work = device_work(weights.device)
         self._landing: Landing | None = None
-        self._sources: list[Source] = []
+        self._streams: list[Stream] = []
         self._arrivals: Arrivals | None = None
         self._sent: tuple[list[Part], float] | None = None
         self._changed = threading.Condition()
@@ -148,6 +147,7 @@ class Receiver:
         """The next version; raises TransferTimeout. For engines that have nothing else to do: it counts as no step."""
         deadline = time.monotonic() + timeout_s
         with self._changed:
+            self._do_engine_task()
             while not self._is_there():
                 if not self._changed.wait(max(deadline - time.monotonic(), 0.0)):
                     raise TransferTimeout(f"{self.member} got no version in {timeout_s:.1f} s")
@@ -244,7 +244,7 @@ class Receiver:
             case Open():
                 self._open(message)
             case ReceivePlan(sources=sources):
-                self._sources = sources
+                self._streams = [Stream.of(source) for source in sources]
             case Expect(version=version):
                 self._expect(version)
             case Verify(version=version, parts=parts):
@@ -298,7 +298,7 @@ class Receiver:
         step_bytes = STEP_BYTES if self._weights.device == CPU else 1 << 62
         self._arrivals = Arrivals(
             version,
-            self._sources,
+            self._streams,
             self._transports,
             self._work,
             self._control.settings.digest,

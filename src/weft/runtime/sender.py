@@ -149,6 +149,10 @@ class Sender:
         self._writer.submit(self._send, publication)
         return publication
 
+    def batches(self) -> list[tuple[Transport[Any], Batch]]:
+        """What a version writes, through which transport; for those who measure."""
+        return [(self._transports[p.transport], p.batch) for p in self._prepared if p.batch is not None]
+
     def _send(self, publication: Publication) -> None:
         """On the writer thread: ask, write, report."""
         self._writing = True
@@ -255,9 +259,9 @@ class Sender:
 
     def _open(self, number: int, names: list[str]) -> None:
         self._transports.open(names, self._control.settings)
-        ranges = {(held.address, held.span_bytes) for held in self._weights.held}
         addresses = [held.address for held in self._weights.held]
-        self._control.post(Opened(round=number, offers=self._transports.offers(ranges), addresses=addresses))
+        offers = self._transports.offers(self._weights.ranges)
+        self._control.post(Opened(round=number, offers=offers, addresses=addresses))
 
     def _prepare(self, target: Target) -> _Prepared:
         endpoint = target.offer.endpoint

@@ -59,6 +59,9 @@ class Weights:
     """All shards of one member; keeps their memory alive."""
 
     held: tuple[Held, ...]
+    ranges: tuple[tuple[int, int], ...]
+    """The memory behind the shards: address and bytes. Shards that touch inside one allocation share a range, so that
+    transports can write them in one piece."""
     keep: Any = None
     device: str = CPU
     rehome: Callable[[Allocate], Weights] | None = None
@@ -84,7 +87,8 @@ class Weights:
                     address=int(np.asarray(array).ctypes.data),
                 )
             )
-        return cls(tuple(held), keep=dict(arrays))
+        ranges = tuple(sorted({(shard.address, shard.span_bytes) for shard in held}))
+        return cls(tuple(held), ranges, keep=dict(arrays))
 
     @property
     def num_bytes(self) -> int:

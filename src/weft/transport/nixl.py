@@ -29,6 +29,7 @@ from weft.transport.base import (
     Descriptor,
     Endpoint,
     Handle,
+    Memory,
     Ranges,
     Transport,
     Written,
@@ -116,6 +117,15 @@ class NixlTransport(Transport[_Peer]):
                 raise RegistrationError(f"NIXL cannot register {num_bytes} bytes at {address:#x}: {error}") from error
         return Descriptor(transport="nixl", address=address, num_bytes=num_bytes, data=b"")
 
+    def allocate(self, num_bytes: int) -> Memory:
+        """Memory of the device."""
+        if self._kind == "DRAM":
+            return super().allocate(num_bytes)
+        from weft.gpu import GpuWork  # noqa: PLC0415 - torch and Triton only where there is a GPU
+
+        tensor = GpuWork(self._device_number).allocate(num_bytes)
+        return Memory(address=tensor.data_ptr(), num_bytes=num_bytes, keep=tensor)
+
     def deregister(self, handle: Handle) -> None:
         """Undo a registration and tell NIXL."""
         super().deregister(handle)
@@ -182,6 +192,17 @@ class NixlTransport(Transport[_Peer]):
         if state != "DONE":
             raise TransportError(f"NIXL reports {state} for a write to {batch.peer}")
         return Written(num_bytes=batch.num_bytes, digest=digest)
+
+    def write_bare(self, batches: Sequence[Batch]) -> None:
+        """Post batches and wait, with nothing of weft around: what benchmarks compare with."""
+        transfers = [batch.transfer for batch in batches if isinstance(batch, _NixlBatch)]
+        deadline = time.monotonic() + WRITE_DEADLINE_S
+        waiting = [transfer for transfer in transfers if self._agent.transfer(transfer) == "PROC"]
+        while waiting:
+            if time.monotonic() > deadline:
+                raise TransferTimeout(f"NIXL did not finish in {WRITE_DEADLINE_S} s")
+            time.sleep(2e-5)
+            waiting = [transfer for transfer in waiting if self._agent.check_xfer_state(transfer) == "PROC"]
 
     def _failure(self, error: Exception, peer: str) -> TransportError:
         """NIXL's errors as ours."""

@@ -1,0 +1,1 @@
+"""Measurements users can repeat: real processes, verified bytes, the machine's limits beside them."""

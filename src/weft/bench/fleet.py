@@ -1,0 +1,113 @@
+"""The processes of a benchmark: started, asked, and gone at the end whatever happens."""
+
+from __future__ import annotations
+
+import multiprocessing
+import socket
+import time
+from multiprocessing.connection import Connection
+from typing import Any, Self
+
+from weft.bench.worker import Setup, serve
+from weft.errors import TransferTimeout, WeftError
+
+ANSWER_S = 300.0
+START_S = 0.05
+"""How far in the future a common start lies."""
+
+
+class Fleet:
+    """Trainers and engine ranks of one case, as processes."""
+
+    def __init__(self, *, num_trainers: int, num_engine_ranks: int, num_parts: int, model: str, device: str) -> None:
+        self.num_trainers, self.num_engine_ranks = num_trainers, num_engine_ranks
+        port = _free_port()
+        context = multiprocessing.get_context("spawn")
+        self._pipes: dict[tuple[str, int], Connection] = {}
+        self._processes = []
+        for side, count in (("trainer", num_trainers), ("engine", num_engine_ranks)):
+            for rank in range(count):
+                ours, theirs = context.Pipe()
+                setup = Setup(
+                    side=side,
+                    rank=rank,
+                    num_trainers=num_trainers,
+                    num_engine_ranks=num_engine_ranks,
+                    num_parts=num_parts,
+                    model=model,
+                    device=device,
+                    port=port,
+                )
+                process = context.Process(target=serve, args=(theirs, setup), daemon=True)
+                process.start()
+                theirs.close()
+                self._pipes[side, rank] = ours
+                self._processes.append(process)
+        self._collect(list(self._pipes))
+
+    def ask(self, side: str, method: str, **arguments: Any) -> list[tuple[str, int]]:
+        """Let all of one side do something; `answers` collects."""
+        keys = [key for key in self._pipes if key[0] == side]
+        for key in keys:
+            self._pipes[key].send((method, arguments))
+        return keys
+
+    def answers(self, *asked: list[tuple[str, int]]) -> list[list[Any]]:
+        """What the asked say, in order; raises what went wrong with one of them."""
+        return [self._collect(keys) for keys in asked]
+
+    def call(self, side: str, method: str, **arguments: Any) -> list[Any]:
+        """Ask and wait."""
+        return self._collect(self.ask(side, method, **arguments))
+
+    def call_each(self, side: str, method: str, arguments: list[dict[str, Any]]) -> list[Any]:
+        """Ask every one of a side something of its own, and wait."""
+        keys = [key for key in self._pipes if key[0] == side]
+        for key, mine in zip(keys, arguments, strict=True):
+            self._pipes[key].send((method, mine))
+        return self._collect(keys)
+
+    @staticmethod
+    def soon() -> float:
+        """A moment all processes can wait for."""
+        return time.monotonic() + START_S
+
+    def _collect(self, keys: list[tuple[str, int]]) -> list[Any]:
+        values = []
+        deadline = time.monotonic() + ANSWER_S
+        for side, rank in keys:
+            pipe = self._pipes[side, rank]
+            if not pipe.poll(max(deadline - time.monotonic(), 0.0)):
+                raise TransferTimeout(f"{side} {rank} of the benchmark did not answer in {ANSWER_S:.0f} s")
+            try:
+                is_good, value = pipe.recv()
+            except EOFError:
+                raise WeftError(f"{side} {rank} of the benchmark has ended") from None
+            if not is_good:
+                raise WeftError(f"{side} {rank} of the benchmark failed: {value}")
+            values.append(value)
+        return values
+
+    def close(self) -> None:
+        """End all processes."""
+        for pipe in self._pipes.values():
+            try:
+                pipe.send(None)
+            except OSError:
+                continue
+        for process in self._processes:
+            process.join(10.0)
+            process.kill()
+            process.join()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.close()
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

@@ -1,0 +1,81 @@
+"""What the machine can do at best: plain copies, kernel writes into another process, bare NIXL. Measured in the run."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import numpy as np
+
+from weft import native
+from weft.runtime.sender import Sender
+from weft.transport.nixl import NixlTransport
+
+Span = tuple[float, float]
+
+
+def copy(num_bytes: int, device: str, wait: Callable[[], None]) -> Span:
+    """One large copy inside this process, between pages that are there already."""
+    if device != "cpu":
+        return _device_copy(num_bytes, device, wait)
+    src, dst = _buffers(num_bytes)
+    wait()
+    began = time.monotonic()
+    np.copyto(dst, src)
+    return began, time.monotonic()
+
+
+_kept: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+
+
+def _buffers(num_bytes: int) -> tuple[np.ndarray, np.ndarray]:
+    if num_bytes not in _kept:
+        _kept.clear()
+        _kept[num_bytes] = np.ones(num_bytes, dtype=np.uint8), np.ones(num_bytes, dtype=np.uint8)
+    return _kept[num_bytes]
+
+
+def _device_copy(num_bytes: int, device: str, wait: Callable[[], None]) -> Span:
+    import torch  # noqa: PLC0415
+
+    src = torch.ones(num_bytes, dtype=torch.uint8, device=device)
+    dst = torch.empty_like(src)
+    dst.copy_(src)
+    torch.cuda.synchronize(device)
+    wait()
+    began = time.monotonic()
+    dst.copy_(src)
+    torch.cuda.synchronize(device)
+    return began, time.monotonic()
+
+
+def digest_rate(num_bytes: int, device: str) -> float:
+    """Bytes per second one process digests from memory."""
+    if device != "cpu":
+        return 0.0
+    src, _ = _buffers(num_bytes)
+    columns = [np.array([n], dtype=np.uint64) for n in (src.ctypes.data, 0, num_bytes)]
+    began = time.monotonic()
+    native.digest(*columns)
+    return num_bytes / (time.monotonic() - began)
+
+
+def kernel_write(num_bytes: int, pid: int, address: int, wait: Callable[[], None]) -> Span:
+    """process_vm_writev of one large piece."""
+    src, _ = _buffers(num_bytes)
+    columns = [np.array([n], dtype=np.uint64) for n in (address, src.ctypes.data, num_bytes)]
+    wait()
+    began = time.monotonic()
+    native.write_process(pid, *columns)
+    return began, time.monotonic()
+
+
+def bare_nixl(sender: Sender, wait: Callable[[], None]) -> Span:
+    """Post what the sender would write with bare NIXL calls, without anything of weft around them."""
+    batches = sender.batches()
+    transport = batches[0][0]
+    assert isinstance(transport, NixlTransport)
+    wait()
+    began = time.monotonic()
+    transport.write_bare([batch for _, batch in batches])
+    return began, time.monotonic()

@@ -1,0 +1,155 @@
+"""What benchmarks move: real tensor shapes, with contents that both sides derive from a tensor's name and a version.
+
+Element `i` of a tensor in version `v` has the 16 bits `hash(name, i) + 7919 v`, so an engine rank can tell whether it
+holds exactly the right version without having seen the trainer's memory.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import zlib
+from collections.abc import Iterator, Mapping
+
+import torch
+
+from weft.core.catalog import build_model, load_model
+from weft.core.model import Model
+from weft.errors import ConfigError
+from weft.runtime.weights import Held, Part, Weights
+
+VERSION_STEP = 7919
+_MULTIPLIER = 2_654_435_761
+
+
+SMALLEST = "smallest"
+"""A model of a few kilobytes: what a version costs beyond its bytes."""
+_SMALLEST_CONFIG = {
+    "model_type": "qwen2",
+    "hidden_size": 8,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "vocab_size": 16,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+}
+
+
+def load_payload(name: str) -> Model:
+    """A model by the name benchmarks use."""
+    return build_model(name, _SMALLEST_CONFIG) if name == SMALLEST else load_model(name)
+
+
+def module_of(shapes: Mapping[str, tuple[int, ...]], device: str) -> torch.nn.Module:
+    """A module tree whose parameters have these names and shapes; BF16, uninitialised.
+
+    On a GPU they lie in one piece of memory, one after the other: neighbours travel as one write.
+    """
+    root = torch.nn.Module()
+    sizes = [torch.Size(shape).numel() for shape in shapes.values()]
+    arena = torch.empty(sum(sizes), dtype=torch.bfloat16, device=device) if device.startswith("cuda") else None
+    start = 0
+    for name, shape in shapes.items():
+        *path, leaf = name.split(".")
+        node = root
+        for part in path:
+            if not hasattr(node, part):
+                node.add_module(part, torch.nn.Module())
+            node = node.get_submodule(part)
+        if arena is None:
+            empty = torch.empty(shape, dtype=torch.bfloat16, device=device)
+        else:
+            empty = arena[start : start + torch.Size(shape).numel()].view(shape)
+            start += empty.numel()
+        node.register_parameter(leaf, torch.nn.Parameter(empty, requires_grad=False))
+    return root
+
+
+def whole_shapes(model: Model) -> dict[str, tuple[int, ...]]:
+    """All tensors of a model that are transferred."""
+    return {tensor.name: tensor.shape for tensor in model.policy_tensors}
+
+
+def engine_parts(model: Model, *, num_parts: int, part: int) -> dict[str, tuple[Part, tuple[int, ...]]]:
+    """What one tensor-parallel rank holds of every tensor: where it begins, and its shape."""
+    parts = {}
+    for tensor in model.policy_tensors:
+        boxes = tensor.part_boxes(num_parts, part)
+        if len(boxes) != 1:
+            raise ConfigError(f"`{tensor.name}` is cut into several boxes", hint="use a model without fused tensors")
+        lo, extent = boxes[0]
+        parts[tensor.name] = Part(shape=tensor.shape, lo=lo), extent
+    return parts
+
+
+def total_bytes(model: Model, *, num_engine_ranks: int, num_parts: int) -> int:
+    """Bytes one version brings to all engine ranks."""
+    per_rank = [
+        sum(2 * torch.Size(extent).numel() for _, extent in engine_parts(model, num_parts=num_parts, part=p).values())
+        for p in range(num_parts)
+    ]
+    return sum(per_rank) * (num_engine_ranks // num_parts)
+
+
+def tensor_at(held: Held, device: str) -> torch.Tensor:
+    """A shard's memory as a tensor of 16-bit integers."""
+    num_elements = held.span_bytes // 2
+    if device == "cpu":
+        buffer = (ctypes.c_int16 * num_elements).from_address(held.address)
+        flat = torch.frombuffer(buffer, dtype=torch.int16)
+    else:
+        flat = torch.as_tensor(_DeviceMemory(held.address, num_elements), device=device)
+    return torch.as_strided(flat, held.extent, held.strides)
+
+
+class _DeviceMemory:
+    """Device memory in the form other libraries accept."""
+
+    def __init__(self, address: int, num_elements: int) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": (num_elements,),
+            "typestr": "<i2",
+            "data": (address, False),
+            "version": 3,
+        }
+
+
+def fill(weights: Weights, version: int) -> None:
+    """Give all shards their contents in a version."""
+    for held in weights.held:
+        target = tensor_at(held, weights.device)
+        for rows, values in _expected(held, version, weights.device):
+            target[rows] = values
+
+
+def advance(weights: Weights) -> None:
+    """From one version to the next."""
+    for held in weights.held:
+        tensor_at(held, weights.device).add_(VERSION_STEP)
+
+
+def is_version(weights: Weights, version: int) -> bool:
+    """Whether every element of every shard is exactly that version's."""
+    return all(
+        torch.equal(tensor_at(held, weights.device)[rows], values)
+        for held in weights.held
+        for rows, values in _expected(held, version, weights.device)
+    )
+
+
+def _expected(held: Held, version: int, device: str) -> Iterator[tuple[slice, torch.Tensor]]:
+    """A shard's contents, some rows at a time."""
+    seed = zlib.crc32(held.tensor.name.encode())
+    inner = torch.zeros((), dtype=torch.int64, device=device)
+    stride = 1
+    for lo, extent, size in reversed(list(zip(held.lo[1:], held.extent[1:], held.tensor.shape[1:], strict=True))):
+        inner = (torch.arange(lo, lo + extent, device=device) * stride)[(...,) + (None,) * inner.dim()] + inner
+        stride *= size
+    step = max((4 << 20) // max(inner.numel(), 1), 1)
+    for first in range(0, held.extent[0], step):
+        rows = slice(first, min(first + step, held.extent[0]))
+        index = torch.arange(held.lo[0] + rows.start, held.lo[0] + rows.stop, device=device) * stride
+        index = index[(...,) + (None,) * inner.dim()] + inner
+        bits = ((index * _MULTIPLIER + seed) >> 13) + version * VERSION_STEP
+        yield rows, bits.to(torch.int16)

@@ -1,0 +1,63 @@
+"""What the simulator expects of a benchmark's method, from the rates measured in the same run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from weft.config import DigestPolicy, ReceiverMode
+from weft.core.engine_layout import engine_recipe
+from weft.core.model import Model
+from weft.core.planner import make_plan
+from weft.core.topology import Cluster, HostKind, Nic
+from weft.core.trainer_layout import trainer_layout
+from weft.sim.simulator import Options, simulate
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rates:
+    """Bytes per second of all processes together; the digest's of one."""
+
+    copy: float = 0.0
+    digest: float = 0.0
+    kernel: float = 0.0
+    nixl: float = 0.0
+
+
+def predict(
+    model: Model,
+    num_trainers: int,
+    num_engine_ranks: int,
+    num_parts: int,
+    rates: Rates,
+    transport: str,
+    mode: str,
+    digest: str,
+) -> float | None:
+    """Seconds from publish to committed; None for what the simulator has no rate of."""
+    wire = {"shm": rates.copy, "cuda_ipc": rates.copy, "cma": rates.kernel, "nixl": rates.nixl}.get(transport)
+    if not wire:
+        return None
+    per_process = wire / num_trainers
+    if digest == DigestPolicy.ON and rates.digest:
+        per_process = 1 / (1 / per_process + 1 / rates.digest)
+    plan = make_plan(
+        trainer=trainer_layout(model, f"fsdp{num_trainers}"),
+        recipe=engine_recipe(model, f"tp{num_parts}", num_replicas=num_engine_ranks // num_parts),
+        topology=_machine(per_process, rates.copy / num_trainers).place(
+            num_trainers=num_trainers, num_engines=num_engine_ranks
+        ),
+    )
+    return simulate(plan, options=Options(mode=ReceiverMode(mode))).predicted_s
+
+
+def _machine(bytes_per_s: float, copy_bytes_per_s: float) -> Cluster:
+    """Every process is a host of its own, reached at the measured rate."""
+    card = Nic(devices=(0,), gbps=bytes_per_s * 8 / 1e9, latency_us=1.0, gap_us=0.1)
+    host = HostKind(
+        devices=1,
+        nics=(card,),
+        link_gb_per_s=bytes_per_s / 1e9,
+        pinned_gb_per_s=copy_bytes_per_s / 1e9,
+        device_gb_per_s=copy_bytes_per_s / 1e9,
+    )
+    return Cluster(name="this machine", host=host)

@@ -1,0 +1,365 @@
+"""`weft bench transfer`: every method over the same tensors between the same processes, beside the machine's limits.
+
+For each case (tensor-parallel engine, replicas) trainers hold FSDP2 shards of a real model, engine ranks their parts. A
+method's time runs from the first `publish` until the last engine has committed (for baselines: loaded). Afterwards
+every element is compared. Times are medians; the plain copy is measured between the methods, so that a machine that
+gets slower slows its limit too.
+"""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from weft.bench import baselines, payload
+from weft.bench.fleet import Fleet
+from weft.bench.prediction import Rates, predict
+from weft.config import DigestPolicy, ReceiverMode, TransferSettings
+from weft.core.catalog import load_model
+from weft.core.model import Model
+from weft.errors import ConfigError
+from weft.runtime.controller import Controller
+from weft.transport.registry import is_installed
+
+Say = Callable[[str], None]
+Span = tuple[float, float]
+WARM_UP = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """Who transfers to whom."""
+
+    name: str
+    num_trainers: int
+    num_engine_ranks: int
+    num_parts: int
+    """Tensor-parallel size of an engine; 1: every engine rank is a replica."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One method in one case."""
+
+    case: str
+    method: str
+    transport: str
+    bytes: int
+    seconds: float
+    gb_per_s: float = 0.0
+    fraction_of_limit: float = 0.0
+    """Of the plain memory copy in the same run."""
+    predicted_s: float | None = None
+    verified: bool | None = None
+    """None for limits, which move no weights."""
+    mode: str = ""
+    digest: str = ""
+    pause_ms: float | None = None
+    """How long an engine does not serve."""
+    engine_limit_gb_per_s: float | None = None
+    """What the bare engine does (kernel writes, bare NIXL), where weft uses one."""
+    fraction_of_engine_limit: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """What one run found."""
+
+    model: str
+    device: str
+    limit_gb_per_s: float
+    """The plain copy of the first case."""
+    control_ms: float
+    """A version of a few bytes, 2 trainers and 2 engines: what a version costs beyond its bytes."""
+    rows: tuple[Row, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """As one object."""
+        return asdict(self)
+
+
+@dataclass(frozen=True, slots=True)
+class _Method:
+    """One way weft can be set."""
+
+    transport: str
+    mode: ReceiverMode
+    digest: DigestPolicy
+    num_threads: int = 1
+
+    @property
+    def name(self) -> str:
+        return f"weft {self.mode}" + ("" if self.digest is DigestPolicy.ON else ", digest off")
+
+
+@dataclass(slots=True)
+class _Run:
+    """One case under way."""
+
+    case: Case
+    model: Model
+    device: str
+    repeat: int
+    say: Say
+    fleet: Fleet
+    total: int
+    version: int = 0
+    copies: list[float] = field(default_factory=list)
+    rates: Rates = field(default_factory=Rates)
+    rows: list[Row] = field(default_factory=list)
+
+
+def cases(names: tuple[str, ...], *, num_trainers: int, num_engine_ranks: int) -> list[Case]:
+    """The cases by name."""
+    known = {
+        "tp": Case(
+            name=f"FSDP{num_trainers} → TP{num_engine_ranks}",
+            num_trainers=num_trainers,
+            num_engine_ranks=num_engine_ranks,
+            num_parts=num_engine_ranks,
+        ),
+        "replicas": Case(
+            name=f"FSDP{num_trainers} → {num_engine_ranks} replicas",
+            num_trainers=num_trainers,
+            num_engine_ranks=num_engine_ranks,
+            num_parts=1,
+        ),
+    }
+    unknown = [name for name in names if name not in known]
+    if unknown:
+        raise ConfigError(f"unknown case `{unknown[0]}`", hint=f"use {' or '.join(known)}")
+    return [known[name] for name in names]
+
+
+def measure(model_name: str, wanted: list[Case], *, device: str, repeat: int, baseline: bool, say: Say) -> Report:
+    """Run every method in every case."""
+    model = load_model(model_name)
+    rows: list[Row] = []
+    limits = []
+    for case in wanted:
+        say(f"{case.name}: starting {case.num_trainers} trainers and {case.num_engine_ranks} engine ranks")
+        with Fleet(
+            num_trainers=case.num_trainers,
+            num_engine_ranks=case.num_engine_ranks,
+            num_parts=case.num_parts,
+            model=model_name,
+            device=device,
+        ) as fleet:
+            total = payload.total_bytes(model, num_engine_ranks=case.num_engine_ranks, num_parts=case.num_parts)
+            run = _Run(case, model, device, repeat, say, fleet, total)
+            _run_case(run, baseline=baseline)
+            rows += _finished(run)
+            limits.append(rows[-len(run.rows)].gb_per_s)
+    say("control overhead")
+    return Report(
+        model=model_name,
+        device=device,
+        limit_gb_per_s=limits[0],
+        control_ms=control_overhead_ms(),
+        rows=tuple(rows),
+    )
+
+
+def _run_case(run: _Run, *, baseline: bool) -> None:
+    run.say(f"{run.case.name}: the plain copy")
+    _copy_limit(run)
+    run.rates = replace(run.rates, digest=min(run.fleet.call("trainer", "digest_rate", num_bytes=1 << 28)))
+    for method in _methods(run):
+        run.say(f"{run.case.name}: {method.name} over {method.transport}")
+        _weft(run, method)
+        _copy_limit(run)
+    if baseline and run.device == "cpu":
+        _baselines(run)
+
+
+def _methods(run: _Run) -> Iterator[_Method]:
+    on, off = DigestPolicy.ON, DigestPolicy.OFF
+    fastest = "shm" if run.device == "cpu" else "cuda_ipc"
+    for mode, digest in ((ReceiverMode.IN_PLACE, off), (ReceiverMode.IN_PLACE, on), (ReceiverMode.SHADOW, on)):
+        yield _Method(fastest, mode, digest)
+    if run.device == "cpu":
+        yield _Method("cma", ReceiverMode.IN_PLACE, off)
+        yield _Method("cma", ReceiverMode.IN_PLACE, on)
+    if is_installed("nixl"):
+        yield _Method("nixl", ReceiverMode.IN_PLACE, off)
+        yield _Method("nixl", ReceiverMode.IN_PLACE, on)
+
+
+def _elapsed(spans: list[Span]) -> float:
+    return max(end for _, end in spans) - min(begin for begin, _ in spans)
+
+
+def _copy_limit(run: _Run) -> None:
+    """The same number of bytes, copied by the same number of processes at once."""
+    each = run.total // run.case.num_trainers
+    for _ in range(WARM_UP + 2):
+        spans = run.fleet.call("trainer", "copy_limit", num_bytes=each, start=run.fleet.soon())
+        run.copies.append(_elapsed(spans))
+    del run.copies[-3]  # the warm-up
+
+
+def _kernel_limit(run: _Run) -> float:
+    """Bytes per second of process_vm_writev, every trainer into another engine rank."""
+    each = run.total // run.case.num_trainers
+    where = run.fleet.call("engine", "buffer", num_bytes=each)
+    times = []
+    for _ in range(WARM_UP + run.repeat):
+        start = run.fleet.soon()
+        arguments = [
+            {"num_bytes": each, "pid": pid, "address": address, "start": start}
+            for pid, address in (where[i % len(where)] for i in range(run.case.num_trainers))
+        ]
+        times.append(_elapsed(run.fleet.call_each("trainer", "kernel_limit", arguments)))
+    return run.total / statistics.median(times[WARM_UP:])
+
+
+def _weft(run: _Run, method: _Method) -> None:
+    """Publish a few versions, and verify the last one."""
+    settings = TransferSettings(
+        mode=method.mode,
+        digest=method.digest,
+        transport=method.transport,
+        num_threads=method.num_threads,
+        nixl_devices="lo" if run.device == "cpu" else "",
+    )
+    engine_limit = None
+    if method.transport == "cma" and not run.rates.kernel:
+        run.rates = replace(run.rates, kernel=_kernel_limit(run))
+    with Controller(
+        num_trainers=run.case.num_trainers,
+        num_engine_ranks=run.case.num_engine_ranks,
+        ranks_per_engine=run.case.num_parts,
+        settings=settings,
+    ) as controller:
+        for side in ("engine", "trainer"):
+            run.fleet.call(side, "open", address=controller.address)
+        times, pauses = zip(*(_one_version(run) for _ in range(WARM_UP + run.repeat)), strict=True)
+        verified = all(run.fleet.call("engine", "verify", version=run.version))
+        if method.transport == "nixl":
+            bare = [_elapsed(run.fleet.call("trainer", "bare_nixl", start=run.fleet.soon())) for _ in range(run.repeat)]
+            run.rates = replace(run.rates, nixl=run.total / statistics.median(bare))
+        for side in ("trainer", "engine"):
+            run.fleet.call(side, "shut")
+    engine_limit = {"cma": run.rates.kernel, "nixl": run.rates.nixl}.get(method.transport)
+    seconds = statistics.median(times[WARM_UP:])
+    run.rows.append(
+        Row(
+            case=run.case.name,
+            method=method.name,
+            transport=method.transport,
+            bytes=run.total,
+            seconds=seconds,
+            verified=verified,
+            mode=method.mode,
+            digest=method.digest,
+            pause_ms=statistics.median(pauses[WARM_UP:]) * 1e3,
+            engine_limit_gb_per_s=engine_limit / 1e9 if engine_limit else None,
+            fraction_of_engine_limit=run.total / seconds / engine_limit if engine_limit else None,
+        )
+    )
+
+
+def _one_version(run: _Run) -> tuple[float, float]:
+    """Seconds from publish to committed, and the longest pause of an engine rank."""
+    run.version += 1
+    run.fleet.call("trainer", "advance")
+    run.fleet.call("engine", "spoil")
+    receiving = run.fleet.ask("engine", "receive")
+    publishing = run.fleet.ask("trainer", "publish", version=run.version, start=run.fleet.soon())
+    pauses, spans = run.fleet.answers(receiving, publishing)
+    return _elapsed(spans), max(pauses)
+
+
+def _baselines(run: _Run) -> None:
+    for name, gather in (("broadcast from rank 0", False), ("gather to rank 0, broadcast", True)):
+        run.say(f"{run.case.name}: {name} (Gloo)")
+
+        def broadcast(gather: bool = gather) -> float:
+            receiving = run.fleet.ask("engine", "broadcast")
+            sending = run.fleet.ask("trainer", "broadcast", start=run.fleet.soon(), gather=gather)
+            return _elapsed(run.fleet.answers(sending, receiving)[0])
+
+        _baseline(run, name, "gloo", broadcast)
+    with tempfile.NamedTemporaryFile(dir="/dev/shm", prefix="weft-bench-", suffix=".safetensors") as file:
+        path = str(Path(file.name))
+        run.say(f"{run.case.name}: a safetensors file in shared memory")
+
+        def through_file() -> float:
+            loading = run.fleet.ask("engine", "load_file", path=path)
+            saving = run.fleet.ask("trainer", "save_file", path=path, start=run.fleet.soon())
+            return _elapsed(run.fleet.answers(saving, loading)[0])
+
+        _baseline(run, "safetensors file and reload", "file", through_file)
+        baselines.remove_file(path)
+        Path(path).touch()  # the context removes it
+
+
+def _baseline(run: _Run, name: str, transport: str, once: Callable[[], float]) -> None:
+    times = []
+    for _ in range(WARM_UP + max(run.repeat // 2, 1)):
+        run.version += 1
+        run.fleet.call("trainer", "advance")
+        run.fleet.call("engine", "spoil")
+        times.append(once())
+    verified = all(run.fleet.call("engine", "verify", version=run.version))
+    seconds = statistics.median(times[WARM_UP:])
+    run.rows.append(
+        Row(
+            case=run.case.name,
+            method=name,
+            transport=transport,
+            bytes=run.total,
+            seconds=seconds,
+            verified=verified,
+            pause_ms=seconds * 1e3,
+        )
+    )
+
+
+def _finished(run: _Run) -> list[Row]:
+    """All rows of a case with what depends on its limit, the limit first."""
+    copy_s = statistics.median(run.copies)
+    limit = run.total / copy_s
+    rates = replace(run.rates, copy=limit)
+    first = Row(case=run.case.name, method="limit: plain copy", transport="memory", bytes=run.total, seconds=copy_s)
+    run.rows.insert(0, first)
+    return [
+        replace(
+            row,
+            gb_per_s=row.bytes / row.seconds / 1e9,
+            fraction_of_limit=row.bytes / row.seconds / limit,
+            predicted_s=predict(
+                run.model,
+                run.case.num_trainers,
+                run.case.num_engine_ranks,
+                run.case.num_parts,
+                rates,
+                row.transport,
+                row.mode,
+                row.digest,
+            ),
+        )
+        for row in run.rows
+    ]
+
+
+def control_overhead_ms(num_versions: int = 50) -> float:
+    """Milliseconds per version of a few bytes between 2 trainers and 2 engines, in processes of their own."""
+    with (
+        Fleet(num_trainers=2, num_engine_ranks=2, num_parts=1, model=payload.SMALLEST, device="cpu") as fleet,
+        Controller(num_trainers=2, num_engine_ranks=2) as controller,
+    ):
+        for side in ("engine", "trainer"):
+            fleet.call(side, "open", address=controller.address)
+        times = []
+        for version in range(1, num_versions + 1):
+            receiving = fleet.ask("engine", "receive")
+            publishing = fleet.ask("trainer", "publish", version=version, start=fleet.soon())
+            times.append(_elapsed(fleet.answers(receiving, publishing)[1]))
+        for side in ("trainer", "engine"):
+            fleet.call(side, "shut")
+        return statistics.median(times[WARM_UP:]) * 1e3

@@ -1,0 +1,227 @@
+"""One member of a benchmark, in a process of its own: it does what the parent asks over a pipe.
+
+Times are `time.monotonic()`, which all processes of a host share.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+
+from weft.bench import baselines, limits, payload
+from weft.integrations.torch import weights_of
+from weft.runtime.receiver import Receiver
+from weft.runtime.sender import Sender
+from weft.runtime.weights import Weights
+
+WAIT_S = 120.0
+
+
+class Setup(msgspec.Struct, frozen=True, kw_only=True):
+    """Who a worker is."""
+
+    side: str
+    rank: int
+    num_trainers: int
+    num_engine_ranks: int
+    num_parts: int
+    """Tensor-parallel size of one engine."""
+    model: str
+    device: str
+    port: int
+    """Where the torch process group of all workers meets."""
+
+
+class Member:
+    """What trainers and engine ranks share."""
+
+    def __init__(self, setup: Setup) -> None:
+        self.setup = setup
+        self.model = payload.load_payload(setup.model)
+        torch.set_num_threads(1)
+        world = setup.num_trainers + setup.num_engine_ranks
+        number = setup.rank if setup.side == "trainer" else setup.num_trainers + setup.rank
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{setup.port}", rank=number, world_size=world)
+        self.trainers_mesh = DeviceMesh("cpu", list(range(setup.num_trainers)))
+        self.groups = baselines.Groups.make(setup.num_trainers, setup.num_engine_ranks)
+
+    def close(self) -> None:
+        """Leave the process group."""
+        dist.destroy_process_group()
+
+
+class Trainer(Member):
+    """A trainer rank: FSDP2 shards of the model."""
+
+    def __init__(self, setup: Setup) -> None:
+        super().__init__(setup)
+        if setup.device == "cpu":
+            self.module = payload.module_of(payload.whole_shapes(self.model), "meta")
+            fully_shard(self.module, mesh=self.trainers_mesh)
+            self.module.to_empty(device="cpu")
+        else:
+            self.module = payload.module_of(payload.whole_shapes(self.model), setup.device)
+        self.weights = weights_of(self.module)
+        payload.fill(self.weights, 0)
+        self.sender: Sender | None = None
+
+    def advance(self) -> None:
+        """The next version's contents."""
+        payload.advance(self.weights)
+
+    def open(self, address: str) -> None:
+        """Become a weft sender."""
+        self.sender = Sender(address, rank=self.setup.rank, weights=self.weights, timeout_s=WAIT_S)
+
+    def publish(self, version: int, start: float) -> tuple[float, float]:
+        """Publish at a given time and wait until every engine serves it."""
+        assert self.sender is not None
+        sleep_until(start)
+        began = time.monotonic()
+        self.sender.publish(version=version).wait_committed(WAIT_S)
+        return began, time.monotonic()
+
+    def shut(self) -> None:
+        """Stop being a sender."""
+        if self.sender is not None:
+            self.sender.close()
+        self.sender = None
+
+    def copy_limit(self, num_bytes: int, start: float) -> tuple[float, float]:
+        """Copy as many bytes as this trainer sends, inside its own memory."""
+        return limits.copy(num_bytes, self.setup.device, lambda: sleep_until(start))
+
+    def digest_rate(self, num_bytes: int) -> float:
+        """Bytes per second one process digests."""
+        return limits.digest_rate(num_bytes, self.setup.device)
+
+    def kernel_limit(self, num_bytes: int, pid: int, address: int, start: float) -> tuple[float, float]:
+        """Write one large piece into another process with process_vm_writev."""
+        return limits.kernel_write(num_bytes, pid, address, lambda: sleep_until(start))
+
+    def bare_nixl(self, start: float) -> tuple[float, float]:
+        """The rows this trainer sends, posted with bare NIXL."""
+        assert self.sender is not None
+        return limits.bare_nixl(self.sender, lambda: sleep_until(start))
+
+    def broadcast(self, start: float, *, gather: bool) -> tuple[float, float]:
+        """Rank 0's weights to all engines by broadcast; gathered from all trainers first, or there already."""
+        full = None if gather else baselines.full_tensors(self.module, self.groups)
+        dist.barrier()
+        sleep_until(start)
+        began = time.monotonic()
+        baselines.send_broadcast(self.module, full, self.groups)
+        dist.barrier()
+        return began, time.monotonic()
+
+    def save_file(self, path: str, start: float) -> tuple[float, float]:
+        """Gather to rank 0, which writes a safetensors file; engines read their part of it."""
+        dist.barrier()
+        sleep_until(start)
+        began = time.monotonic()
+        baselines.save_file(self.module, path, self.groups)
+        dist.barrier()
+        dist.barrier()
+        return began, time.monotonic()
+
+
+class Engine(Member):
+    """An engine rank: its tensor-parallel part of the model."""
+
+    def __init__(self, setup: Setup) -> None:
+        super().__init__(setup)
+        self.part = setup.rank % setup.num_parts
+        self.parts = payload.engine_parts(self.model, num_parts=setup.num_parts, part=self.part)
+        self.module = payload.module_of({name: extent for name, (_, extent) in self.parts.items()}, setup.device)
+        for parameter in self.module.parameters():
+            parameter.zero_()
+        self.receiver: Receiver | None = None
+        self._buffer: np.ndarray[Any, Any] | None = None
+
+    def live_weights(self) -> Weights:
+        """The weights where they lie now; receiving in place may have moved them."""
+        return weights_of(self.module, parts={name: part for name, (part, _) in self.parts.items()})
+
+    def open(self, address: str) -> None:
+        """Become a weft receiver."""
+        self.receiver = Receiver(address, rank=self.setup.rank, weights=self.live_weights())
+
+    def receive(self) -> float:
+        """Wait for a version and commit it; returns the pause in seconds."""
+        assert self.receiver is not None
+        update = self.receiver.wait(WAIT_S)
+        began = time.monotonic()
+        update.commit(WAIT_S)
+        return time.monotonic() - began
+
+    def shut(self) -> None:
+        """Stop being a receiver."""
+        if self.receiver is not None:
+            self.receiver.close()
+        self.receiver = None
+
+    def verify(self, version: int) -> bool:
+        """Whether the live weights are exactly a version."""
+        return payload.is_version(self.live_weights(), version)
+
+    def spoil(self) -> None:
+        """Forget the weights, so that a method that moves nothing cannot pass."""
+        for parameter in self.module.parameters():
+            parameter.fill_(-1.0)
+
+    def buffer(self, num_bytes: int) -> tuple[int, int]:
+        """Ordinary memory another process may write to: the process and the address."""
+        self._buffer = np.ones(num_bytes, dtype=np.uint8)
+        return os.getpid(), int(self._buffer.ctypes.data)
+
+    def broadcast(self) -> None:
+        """Take part in a broadcast from trainer 0."""
+        dist.barrier()
+        baselines.receive_broadcast(self.module, self.parts, self.groups)
+        dist.barrier()
+
+    def load_file(self, path: str) -> None:
+        """Read this rank's part of a safetensors file."""
+        dist.barrier()
+        dist.barrier()
+        baselines.load_file(self.module, self.parts, path)
+        dist.barrier()
+
+
+def sleep_until(moment: float) -> None:
+    """Wait for a moment of the shared clock."""
+    left_s = moment - time.monotonic()
+    if left_s > 0:
+        time.sleep(left_s)
+
+
+def serve(pipe: Connection, setup: Setup) -> None:
+    """The process: makes the member, then answers `(method, arguments)` with `(ok, value)` until told to stop."""
+    try:
+        member = Trainer(setup) if setup.side == "trainer" else Engine(setup)
+        pipe.send((True, None))
+        while (request := pipe.recv()) is not None:
+            method, arguments = request
+            pipe.send(_answer(getattr(member, method), arguments))
+        member.shut()
+        member.close()
+    except Exception as error:
+        pipe.send((False, f"{setup.side} {setup.rank}: {type(error).__name__}: {error}"))
+
+
+def _answer(method: Callable[..., Any], arguments: dict[str, Any]) -> tuple[bool, Any]:
+    try:
+        return True, method(**arguments)
+    except Exception as error:
+        return False, f"{type(error).__name__}: {error}"

@@ -1,0 +1,219 @@
+"""`cuda_ipc`: several processes on one host, GPU memory. Writes are device copies into memory a peer has opened to us.
+
+Any memory of the CUDA allocator can be a destination, except what PyTorch keeps in expandable segments, which CUDA
+cannot share. The copy runs on the writer's GPU; arrivals are counted in cells of shared host memory, one per writer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from weft import native
+from weft.errors import PeerLost, RegistrationError, TransportError, TransportUnavailable
+from weft.transport.base import (
+    MAX_WRITERS,
+    Batch,
+    Capabilities,
+    Descriptor,
+    Endpoint,
+    Memory,
+    Ranges,
+    Transport,
+    Written,
+    merge_rows,
+)
+from weft.transport.host import CELL_BYTES, LivingProcess, ProcessIdentity
+from weft.transport.shm import SharedMemory
+
+HANDLE_BYTES = 64
+_LAZY_PEER_ACCESS = 1
+
+
+class _EndpointData(msgspec.Struct, frozen=True):
+    process: ProcessIdentity
+    cells_fd: int
+
+
+class _DescriptorData(msgspec.Struct, frozen=True):
+    handle: bytes
+    base: int
+    """Where the allocation that contains the memory begins, in its owner's address space."""
+
+
+class _IpcHandle(ctypes.Structure):
+    _fields_ = (("reserved", ctypes.c_byte * HANDLE_BYTES),)
+
+
+class _Driver:
+    """The few calls of the CUDA driver that are needed; every call makes the device's context current."""
+
+    def __init__(self, index: int) -> None:
+        try:
+            self._library = ctypes.CDLL("libcuda.so.1")
+        except OSError as error:
+            raise TransportUnavailable("no CUDA driver on this machine", hint="use shm for CPU memory") from error
+        self._context = ctypes.c_void_p()
+        device = ctypes.c_int()
+        self._call("cuInit", 0)
+        self._call("cuDeviceGet", ctypes.byref(device), index)
+        self._call("cuDevicePrimaryCtxRetain", ctypes.byref(self._context), device)
+
+    def _call(self, name: str, *arguments: object) -> None:
+        code = getattr(self._library, name)(*arguments)
+        if code:
+            text = ctypes.c_char_p()
+            self._library.cuGetErrorName(code, ctypes.byref(text))
+            raise TransportError(f"{name} failed: {(text.value or b'').decode() or code}")
+
+    def export(self, address: int) -> tuple[bytes, int]:
+        """The handle of the allocation that contains an address, and where it begins."""
+        self._call("cuCtxSetCurrent", self._context)
+        base, size, handle = ctypes.c_uint64(), ctypes.c_size_t(), _IpcHandle()
+        pointer = ctypes.c_uint64(address)
+        self._call("cuMemGetAddressRange_v2", ctypes.byref(base), ctypes.byref(size), pointer)
+        self._call("cuIpcGetMemHandle", ctypes.byref(handle), base)
+        return bytes(handle), base.value
+
+    def open(self, handle: bytes) -> int:
+        """Map another process's allocation; returns where it begins here."""
+        self._call("cuCtxSetCurrent", self._context)
+        pointer = ctypes.c_uint64()
+        self._call(
+            "cuIpcOpenMemHandle_v2", ctypes.byref(pointer), _IpcHandle.from_buffer_copy(handle), _LAZY_PEER_ACCESS
+        )
+        return pointer.value
+
+    def close(self, pointer: int) -> None:
+        """Unmap it."""
+        self._call("cuCtxSetCurrent", self._context)
+        self._call("cuIpcCloseMemHandle", ctypes.c_uint64(pointer))
+
+
+@dataclass
+class _Peer:
+    process: LivingProcess
+    driver: _Driver
+    cells: SharedMemory
+    ranges: Ranges = field(default_factory=Ranges)
+    opened: dict[bytes, int] = field(default_factory=dict)
+    """Handle → where the allocation is mapped here."""
+    shift: dict[int, int] = field(default_factory=dict)
+    """Registered start in the peer's address space → how far the same byte lies from there in ours."""
+
+    def close(self) -> None:
+        """Unmap everything; what belongs to a process that is gone cannot be, and need not."""
+        for pointer in self.opened.values():
+            with contextlib.suppress(TransportError):
+                self.driver.close(pointer)
+        self.cells.close()
+        self.process.close()
+
+
+class CudaIpcTransport(Transport[_Peer]):
+    """Device copies between processes of one host."""
+
+    capabilities = Capabilities(
+        name="cuda_ipc", one_host=True, any_memory=True, needs_target_cpu=False, memory=frozenset({"cuda"})
+    )
+
+    def __init__(self, member: str, *, writer: int = 0, num_threads: int = 1, device: str = "cuda:0") -> None:
+        from weft.gpu import GpuWork  # noqa: PLC0415 - torch and Triton only where there is a GPU
+
+        super().__init__(member, writer=writer, num_threads=num_threads)
+        index = int(device.partition(":")[2] or 0)
+        self._driver = _Driver(index)
+        self._work = GpuWork(index)
+        self._cells = SharedMemory(MAX_WRITERS * CELL_BYTES)
+
+    @property
+    def endpoint(self) -> Endpoint:
+        """This process and its arrival cells."""
+        data = _EndpointData(ProcessIdentity.of(os.getpid()), self._cells.fd)
+        return Endpoint(transport="cuda_ipc", member=self.member, data=msgspec.msgpack.encode(data))
+
+    def allocate(self, num_bytes: int) -> Memory:
+        """Device memory."""
+        self._check_open()
+        tensor = self._work.allocate(num_bytes)
+        return Memory(address=tensor.data_ptr(), num_bytes=num_bytes, keep=tensor)
+
+    def _describe(self, address: int, num_bytes: int) -> Descriptor:
+        try:
+            handle, base = self._driver.export(address)
+        except TransportError as error:
+            raise RegistrationError(
+                f"CUDA cannot share {num_bytes} bytes at {address:#x}: {error}",
+                hint="is PYTORCH_CUDA_ALLOC_CONF=expandable_segments on? use nixl, or switch it off",
+            ) from error
+        data = msgspec.msgpack.encode(_DescriptorData(handle, base))
+        return Descriptor(transport="cuda_ipc", address=address, num_bytes=num_bytes, data=data)
+
+    def _open(self, endpoint: Endpoint, descriptors: Sequence[Descriptor]) -> _Peer:
+        """Map the peer's allocations and its arrival cells."""
+        where = msgspec.msgpack.decode(endpoint.data, type=_EndpointData)
+        process = LivingProcess(where.process, endpoint.member)
+        try:
+            cells = SharedMemory.opened(process.pid, where.cells_fd, MAX_WRITERS * CELL_BYTES)
+        except FileNotFoundError:
+            process.close()
+            raise PeerLost(f"{endpoint.member} (process {process.pid}) is gone") from None
+        peer = _Peer(process=process, driver=self._driver, cells=cells)
+        try:
+            for descriptor in descriptors:
+                data = msgspec.msgpack.decode(descriptor.data, type=_DescriptorData)
+                if data.handle not in peer.opened:
+                    peer.opened[data.handle] = self._driver.open(data.handle)
+                peer.ranges.add(descriptor.address, descriptor.num_bytes)
+                peer.shift[descriptor.address] = peer.opened[data.handle] - data.base
+        except BaseException:
+            peer.close()
+            raise
+        return peer
+
+    def _translate(self, peer: _Peer, batch: Batch, at: NDArray[np.int64]) -> Batch:
+        """The peer's addresses as they are mapped here."""
+        starts, _ = peer.ranges.columns()
+        shift = np.array([peer.shift[int(start)] for start in starts], dtype=np.int64)
+        return merge_rows(replace(batch, dst=(batch.dst.astype(np.int64) + shift[at]).astype(np.uint64)))
+
+    def _write(self, batch: Batch, tag: int, cancelled: threading.Event) -> Written:
+        peer = self._known(batch.peer)
+        if cancelled.is_set():
+            raise TransportError(f"writing to {batch.peer} was stopped before it began")
+        cell = peer.cells.address + self._writer_number * CELL_BYTES
+        peer.process.check()
+        native.publish(cell, tag, 0)
+        digest = 0
+        with _failures(batch.peer):
+            if batch.position is None:
+                self._work.copy(batch.dst, batch.src, batch.length)
+            else:
+                digest = self._work.copy_digest(batch.dst, batch.src, batch.position, batch.length)
+        native.publish(cell, tag, batch.num_bytes)
+        peer.process.check()
+        return Written(num_bytes=batch.num_bytes, digest=digest)
+
+    def arrived(self, tag: int, *, writer: int) -> int:
+        """Bytes counted in the writer's cell."""
+        return native.arrived(self._cells.address + writer * CELL_BYTES, 1, tag)
+
+    def _release(self) -> None:
+        self._cells.close()
+
+
+@contextlib.contextmanager
+def _failures(peer: str) -> Iterator[None]:
+    """CUDA's errors as ours."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise TransportError(f"copying to {peer} failed: {error}") from error
