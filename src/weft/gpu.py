@@ -20,6 +20,8 @@ from numpy.typing import NDArray
 from weft import native
 from weft.native import Column
 
+LARGE_BYTES = 1 << 20
+"""Rows from here on are left to the driver's own copy, which reaches the limit of the memory."""
 COPY_TILE_BYTES = 32 << 10
 BLOCK_BYTES = 16 << 10
 """A block of the digest's space; a tile of the digest lies inside one."""
@@ -108,6 +110,18 @@ class _Tiles:
         return len(self.tables[0])
 
 
+class _DeviceBytes:
+    """Device memory in the form other libraries accept."""
+
+    def __init__(self, address: int, num_bytes: int) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": (num_bytes,),
+            "typestr": "|u1",
+            "data": (address, False),
+            "version": 3,
+        }
+
+
 class GpuWork:
     """Work on one GPU's memory, on a stream of its own. Calls return when the work is done."""
 
@@ -144,12 +158,18 @@ class GpuWork:
             return self._sum(self._launch_digest(src, position, length))
 
     def _launch_copy(self, dst: Column, src: Column, length: Column) -> None:
+        for row in np.flatnonzero(length >= LARGE_BYTES).tolist():
+            self._view(dst[row], length[row]).copy_(self._view(src[row], length[row]), non_blocking=True)
         for tiles in self._tables((dst, src, length), _copy_tiles):
             element = _UNITS[tiles.variant]
             block = min(COPY_TILE_BYTES // element.itemsize, 4096)
             _copy_kernel[(tiles.count,)](
                 *tiles.tables, ELEMENT=_TRITON_TYPES[element], ALIGNED=tiles.variant == 16, BLOCK=block, num_warps=8
             )
+
+    def _view(self, address: np.uint64, num_bytes: np.uint64) -> torch.Tensor:
+        """Device memory as bytes."""
+        return torch.as_tensor(_DeviceBytes(int(address), int(num_bytes)), device=self._device)
 
     def _launch_digest(self, address: Column, position: Column, length: Column) -> list[torch.Tensor]:
         sums = []
@@ -183,7 +203,9 @@ Tables = tuple[NDArray[np.int64], ...]
 
 
 def _copy_tiles(dst: Column, src: Column, length: Column) -> list[tuple[Tables, int]]:
-    """Rows as tiles, sorted by how well they are aligned; counts in elements."""
+    """Small rows as tiles, sorted by how well they are aligned; counts in elements."""
+    small = length < LARGE_BYTES
+    dst, src, length = dst[small], src[small], length[small]
     row, offset, size = _cut(length, np.zeros(len(length), dtype=np.int64), COPY_TILE_BYTES)
     src_tile, dst_tile = src.astype(np.int64)[row] + offset, dst.astype(np.int64)[row] + offset
     aligned = src_tile | dst_tile | size

@@ -30,6 +30,7 @@ PUBLISHED_ELEMENTS = {
     "qwen3-32b": 32_762_123_264,
     "qwen3-4b": 4_022_468_096,
     "qwen3-8b": 8_190_735_360,
+    "qwen3-14b": 14_768_307_200,
 }
 """Elements in the published safetensors files."""
 

@@ -13,6 +13,8 @@ import typer
 from rich.markup import escape
 
 from weft import __version__
+from weft.cli.bench import bench_app
+from weft.cli.controller import controller_command
 from weft.cli.keys import keys_command
 from weft.cli.lists import models_command, presets_command, topologies_command
 from weft.cli.output import err, out
@@ -34,7 +36,9 @@ app = typer.Typer(
 app.command("plan")(plan_command)
 app.command("simulate")(simulate_command)
 app.command("validate")(validate_command)
+app.command("controller")(controller_command)
 app.command("keys")(keys_command)
+app.add_typer(bench_app, name="bench")
 app.command("models")(models_command)
 app.command("presets")(presets_command)
 app.command("topologies")(topologies_command)

@@ -132,6 +132,14 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 8,
         "intermediate_size": 12288,
     },
+    "qwen3-14b": {
+        **_QWEN3,
+        "hidden_size": 5120,
+        "num_hidden_layers": 40,
+        "num_attention_heads": 40,
+        "num_key_value_heads": 8,
+        "intermediate_size": 17408,
+    },
     "qwen3-32b": {
         **_QWEN3,
         "hidden_size": 5120,

@@ -18,6 +18,7 @@ from __future__ import annotations
 import ipaddress
 import os
 import re
+import socket
 import time
 from collections.abc import Collection
 from dataclasses import dataclass, replace
@@ -251,6 +252,18 @@ class Client:
 
     def __exit__(self, *_: Any) -> None:
         self.close()
+
+
+def own_address(server: str) -> str:
+    """The address of this host on the way to a server; nothing is sent."""
+    host = _host_of(server)
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((host, 9))
+        except OSError:
+            return "127.0.0.1"
+        return str(probe.getsockname()[0])
 
 
 def _left_ms(deadline: float) -> int:

@@ -28,7 +28,7 @@ import time
 from collections.abc import Callable
 from typing import Any, Self
 
-from weft.config import ReceiverMode
+from weft.config import DigestPolicy, ReceiverMode
 from weft.devices import CPU, device_work
 from weft.errors import IntegrityError, ProtocolError, TransferTimeout, WeftError
 from weft.runtime.arrivals import STEP_BYTES, Arrivals, Stream
@@ -86,7 +86,9 @@ class Receiver:
         """`transport`: for tests; otherwise the controller chooses."""
         self.member = f"engine {rank}"
         self._rank, self._weights = rank, weights
-        self._transports = OpenTransports(self.member, rank=rank, device=weights.device, given=transport)
+        self._transports = OpenTransports(
+            self.member, rank=rank, device=weights.device, controller=address, given=transport
+        )
         self._work = device_work(weights.device)
         self._landing: Landing | None = None
         self._streams: list[Stream] = []
@@ -340,7 +342,10 @@ class Receiver:
         arrivals = self._arrivals
         if arrivals is None:
             return None
+        counted_only = self._control.settings.digest is DigestPolicy.OFF
         try:
+            if counted_only and self._sent is None:
+                return None  # nothing to digest: look when everything has been sent
             if arrivals.follow():
                 return 0.0
             if self._sent is None:

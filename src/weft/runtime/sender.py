@@ -113,7 +113,9 @@ class Sender:
         self.member = f"trainer {rank}"
         self._rank, self._timeout_s = rank, timeout_s
         self._weights = weights
-        self._transports = OpenTransports(self.member, rank=rank, device=weights.device, given=transport)
+        self._transports = OpenTransports(
+            self.member, rank=rank, device=weights.device, controller=address, given=transport
+        )
         self._lock = threading.Lock()
         self._planned = threading.Event()
         self._error: WeftError | None = None

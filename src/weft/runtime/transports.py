@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from weft.config import TransferSettings
+from weft.runtime.channel import own_address
 from weft.runtime.messages import Offer
 from weft.transport.base import Descriptor, Memory, Transport
 from weft.transport.registry import Place, open_transport, place_here
@@ -14,8 +15,10 @@ from weft.transport.registry import Place, open_transport, place_here
 class OpenTransports:
     """Opens transports by name when the controller asks for them. `given` replaces them all, for tests."""
 
-    def __init__(self, member: str, *, rank: int, device: str, given: Transport[Any] | None = None) -> None:
-        self._member, self._rank, self._device = member, rank, device
+    def __init__(
+        self, member: str, *, rank: int, device: str, controller: str, given: Transport[Any] | None = None
+    ) -> None:
+        self._member, self._rank, self._device, self._controller = member, rank, device, controller
         self._given = given
         self._open: dict[str, Transport[Any]] = {}
         self._descriptors: dict[tuple[str, int, int], Descriptor] = {}
@@ -47,6 +50,7 @@ class OpenTransports:
                     num_threads=settings.num_threads,
                     device=self._device,
                     nixl_devices=settings.nixl_devices,
+                    host=own_address(self._controller),
                 )
 
     def offers(self, ranges: Iterable[tuple[int, int]]) -> dict[str, Offer]:

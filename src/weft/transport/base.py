@@ -167,13 +167,19 @@ class Ranges:
         else:
             del self._ranges[address, num_bytes]
 
+    def has(self, address: int, num_bytes: int) -> bool:
+        """Whether a range is registered."""
+        return (address, num_bytes) in self._ranges
+
     def find(self, address: Column, length: Column, *, whose: str) -> NDArray[np.int64]:
         """For every row the number of a range (sorted by address) that contains it; raises if there is none."""
         starts, ends = self.columns()
-        at = np.searchsorted(starts, address, side="right").astype(np.int64) - 1
-        inside = at >= 0
-        if len(starts):
-            room = ends[np.maximum(at, 0)] - np.minimum(address, ends[np.maximum(at, 0)])
+        before = np.searchsorted(starts, address, side="right").astype(np.int64) - 1
+        inside, at = before >= 0, before
+        if len(starts):  # of the ranges that begin before a row, the one that reaches furthest
+            furthest = np.maximum.accumulate(ends)
+            at = np.searchsorted(furthest, furthest[np.maximum(before, 0)])
+            room = ends[at] - np.minimum(address, ends[at])
             inside &= length <= room
         if not inside.all():
             row = int(np.flatnonzero(~inside)[0])
@@ -284,16 +290,16 @@ class Transport(abc.ABC, Generic[AnyPeer]):
         With `position` the bytes are digested on the way; positions are places in the digest's space.
         """
         known = self._known(peer)
-        self._registered.find(src, length, whose=self.member)
-        at = known.ranges.find(dst, length, whose=peer)
+        ranges = self._registered.find(src, length, whose=self.member), known.ranges.find(dst, length, whose=peer)
+        first, length = _joined(src, dst, length, position, ranges)
         batch = Batch(
             peer=peer,
-            src=np.ascontiguousarray(src),
-            dst=np.ascontiguousarray(dst),
-            length=np.ascontiguousarray(length),
-            position=None if position is None else np.ascontiguousarray(position),
+            src=src[first],
+            dst=dst[first],
+            length=length,
+            position=None if position is None else position[first],
         )
-        return self._translate(known, batch, at)
+        return self._translate(known, batch, ranges[1][first])
 
     def _translate(self, peer: AnyPeer, batch: Batch, at: NDArray[np.int64]) -> Batch:
         """A batch as this transport writes it; `at` is the number of each row's range among the peer's."""
@@ -354,20 +360,26 @@ def ordinary_memory(num_bytes: int) -> Memory:
     return Memory(address=address, num_bytes=num_bytes, keep=keep)
 
 
-def merge_rows(batch: Batch) -> Batch:
-    """Neighbouring rows that touch on both sides (and in the digest's space) become one."""
-    joined = batch.src[:-1] + batch.length[:-1] == batch.src[1:]
-    joined &= batch.dst[:-1] + batch.length[:-1] == batch.dst[1:]
-    if batch.position is not None:
-        joined &= batch.position[:-1] + batch.length[:-1] == batch.position[1:]
-    first = np.flatnonzero(np.concatenate([[True], ~joined]))
-    return Batch(
-        peer=batch.peer,
-        src=batch.src[first],
-        dst=batch.dst[first],
-        length=np.add.reduceat(batch.length, first),
-        position=None if batch.position is None else batch.position[first],
-    )
+def _joined(
+    src: Column,
+    dst: Column,
+    length: Column,
+    position: Column | None,
+    ranges: tuple[NDArray[np.int64], NDArray[np.int64]],
+) -> tuple[NDArray[np.int64], Column]:
+    """Neighbouring rows that touch on both sides, inside one registered range each, become one.
+
+    Returns which rows begin a joined one, and the joined lengths.
+    """
+    if len(length) == 0:
+        return np.zeros(0, dtype=np.int64), length
+    touch = (src[:-1] + length[:-1] == src[1:]) & (dst[:-1] + length[:-1] == dst[1:])
+    for mine in ranges:
+        touch &= mine[:-1] == mine[1:]
+    if position is not None:
+        touch &= position[:-1] + length[:-1] == position[1:]
+    first = np.flatnonzero(np.concatenate([[True], ~touch]))
+    return first, np.add.reduceat(length, first)
 
 
 def cut_rows(batch: Batch, piece_bytes: int) -> Batch:

@@ -29,7 +29,6 @@ from weft.transport.base import (
     Ranges,
     Transport,
     Written,
-    merge_rows,
 )
 from weft.transport.host import CELL_BYTES, LivingProcess, ProcessIdentity
 from weft.transport.shm import SharedMemory
@@ -183,7 +182,7 @@ class CudaIpcTransport(Transport[_Peer]):
         """The peer's addresses as they are mapped here."""
         starts, _ = peer.ranges.columns()
         shift = np.array([peer.shift[int(start)] for start in starts], dtype=np.int64)
-        return merge_rows(replace(batch, dst=(batch.dst.astype(np.int64) + shift[at]).astype(np.uint64)))
+        return replace(batch, dst=(batch.dst.astype(np.int64) + shift[at]).astype(np.uint64))
 
     def _write(self, batch: Batch, tag: int, cancelled: threading.Event) -> Written:
         peer = self._known(batch.peer)

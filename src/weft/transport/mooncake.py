@@ -211,7 +211,7 @@ class MooncakeTransport(ChunkedTransport[_Peer]):
     def _release(self) -> None:
         """The engine ends its threads and listeners with its last reference."""
         self._spans.clear()
-        self._engine = None
+        del self._spans, self._engine
 
 
 def _start_engine(host: str, protocol: str, nics: str) -> Any:

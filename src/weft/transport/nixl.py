@@ -34,7 +34,6 @@ from weft.transport.base import (
     Transport,
     Written,
     cut_rows,
-    merge_rows,
 )
 
 PIECE_BYTES = {"cpu": 4 << 20, "cuda": 2 << 30}
@@ -129,7 +128,8 @@ class NixlTransport(Transport[_Peer]):
     def deregister(self, handle: Handle) -> None:
         """Undo a registration and tell NIXL."""
         super().deregister(handle)
-        self._agent.deregister_memory(self._lists.pop((handle.address, handle.num_bytes)))
+        if not self._registered.has(handle.address, handle.num_bytes):
+            self._agent.deregister_memory(self._lists.pop((handle.address, handle.num_bytes)))
 
     def _open(self, endpoint: Endpoint, descriptors: Sequence[Descriptor]) -> _Peer:
         where = msgspec.msgpack.decode(endpoint.data, type=_EndpointData)
@@ -146,7 +146,7 @@ class NixlTransport(Transport[_Peer]):
 
     def _translate(self, peer: _Peer, batch: Batch, at: NDArray[np.int64]) -> Batch:
         """Rows become NIXL descriptors, prepared once and posted for every version."""
-        rows = cut_rows(merge_rows(batch), self._piece_bytes)
+        rows = cut_rows(batch, self._piece_bytes)
         try:
             local = self._agent.prep_xfer_dlist("NIXL_INIT_AGENT", self._table(rows.src, rows.length), self._kind)
             remote = self._agent.prep_xfer_dlist(peer.name, self._table(rows.dst, rows.length), self._kind)

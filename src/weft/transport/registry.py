@@ -92,9 +92,9 @@ def is_installed(name: str) -> bool:
 
 
 def open_transport(
-    name: str, member: str, *, writer: int, num_threads: int, device: str, nixl_devices: str
+    name: str, member: str, *, writer: int, num_threads: int, device: str, nixl_devices: str, host: str = "127.0.0.1"
 ) -> Transport[Any]:
-    """A member's side of a transport."""
+    """A member's side of a transport. `host` is where other hosts reach this one."""
     if name not in _HOMES:
         raise ConfigError(f"unknown transport `{name}`", hint=f"auto, {', '.join(NAMES)}")
     module, kind = _HOMES[name]
@@ -103,6 +103,8 @@ def open_transport(
         options["device"] = device
     if name == "nixl":
         options["devices"] = nixl_devices
+    if name == "mooncake":
+        options["host"] = host
     return getattr(importlib.import_module(module), kind)(member, **options)
 
 

@@ -1,0 +1,93 @@
+"""`weft controller`: the process every member of a run knows the address of."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import threading
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.markup import escape
+
+from weft.cli.case_options import Json
+from weft.cli.output import err, print_json
+from weft.config import DigestPolicy, ReceiverMode, TransferSettings
+from weft.core.version import CommitPolicy
+from weft.errors import ConfigError
+from weft.runtime.controller import Controller
+from weft.runtime.keys import load_allowed, load_keys
+
+
+def controller_command(
+    trainers: Annotated[int, typer.Option(help="Trainer ranks that will join.")],
+    engine_ranks: Annotated[int, typer.Option(help="Engine ranks that will join, of all engines.")],
+    ranks_per_engine: Annotated[int, typer.Option(help="Ranks of one engine; they commit at the same step.")] = 1,
+    bind: Annotated[str, typer.Option(help="Where to listen.")] = "tcp://127.0.0.1:7070",
+    quorum: Annotated[int, typer.Option(help="Engines a version needs; 0: all of them.")] = 0,
+    mode: Annotated[str, typer.Option(help="shadow: staged beside serving. in_place: no extra memory.")] = "shadow",
+    transport: Annotated[str, typer.Option(help="auto, or one for every link.")] = "auto",
+    allow_fallback: Annotated[bool, typer.Option(help="Take a slower transport where the one meant fails.")] = False,
+    digest: Annotated[bool, typer.Option(help="Verify every version by digests.")] = True,
+    silence_s: Annotated[float, typer.Option(help="A member silent for this long is lost.")] = 5.0,
+    version_s: Annotated[float, typer.Option(help="A version not ready in this time is aborted.")] = 60.0,
+    keys: Annotated[Path | None, typer.Option(help="Folder with controller.key and members' .pub files.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Wait for members, make the plan, decide versions; ends with Ctrl-C and then says what happened."""
+    settings = TransferSettings(
+        mode=_one_of(ReceiverMode, mode, "mode"),
+        digest=DigestPolicy.ON if digest else DigestPolicy.OFF,
+        transport=transport,
+        allow_fallback=allow_fallback,
+        silence_s=silence_s,
+        version_s=version_s,
+    )
+    security: dict[str, Any] = (
+        {} if keys is None else {"keys": load_keys(keys / "controller.key"), "allowed": load_allowed(keys)}
+    )
+    _log_to_stderr()
+    stop = threading.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: stop.set())
+    with Controller(
+        bind,
+        num_trainers=trainers,
+        num_engine_ranks=engine_ranks,
+        ranks_per_engine=ranks_per_engine,
+        policy=CommitPolicy.QUORUM if quorum else CommitPolicy.ALL,
+        quorum=quorum,
+        settings=settings,
+        **security,
+    ) as controller:
+        err.print(f"listening on {controller.address}, waiting for {trainers} trainers and {engine_ranks} engine ranks")
+        stop.wait()
+        found = asdict(controller.statistics())
+    if as_json:
+        print_json(found)
+        return
+    err.print(
+        f"{found['num_committed']} versions committed, {found['num_aborted']} aborted; last: {found['committed']}"
+    )
+
+
+def _one_of(kind: Any, value: str, name: str) -> Any:
+    if value not in list(kind):
+        raise ConfigError(f"unknown {name} `{value}`", hint=f"use {' or '.join(kind)}")
+    return kind(value)
+
+
+class _ToStderr(logging.Handler):
+    """What the controller has to say, as one line each."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Print a record."""
+        err.print(escape(record.getMessage()), style="yellow" if record.levelno >= logging.WARNING else None)
+
+
+def _log_to_stderr() -> None:
+    log = logging.getLogger("weft.runtime")
+    log.setLevel(logging.INFO)
+    log.addHandler(_ToStderr())
