@@ -107,7 +107,14 @@ class NixlTransport(Transport[_Peer]):
         return Endpoint(transport="nixl", member=self.member, data=msgspec.msgpack.encode(data))
 
     def _describe(self, address: int, num_bytes: int) -> Descriptor:
-        if (address, num_bytes) not in self._lists:
+        inside = any(
+            start <= address and address + num_bytes <= start + size
+            for (start, size), registered in self._lists.items()
+            if registered is not None
+        )
+        if inside:  # NIXL does not find memory that is registered twice
+            self._lists.setdefault((address, num_bytes), None)
+        else:
             try:
                 self._lists[address, num_bytes] = self._agent.register_memory(
                     [(address, num_bytes, self._device_number, "")], self._kind
@@ -129,7 +136,9 @@ class NixlTransport(Transport[_Peer]):
         """Undo a registration and tell NIXL."""
         super().deregister(handle)
         if not self._registered.has(handle.address, handle.num_bytes):
-            self._agent.deregister_memory(self._lists.pop((handle.address, handle.num_bytes)))
+            registered = self._lists.pop((handle.address, handle.num_bytes))
+            if registered is not None:
+                self._agent.deregister_memory(registered)
 
     def _open(self, endpoint: Endpoint, descriptors: Sequence[Descriptor]) -> _Peer:
         where = msgspec.msgpack.decode(endpoint.data, type=_EndpointData)
@@ -232,7 +241,8 @@ class NixlTransport(Transport[_Peer]):
 
     def _release(self) -> None:
         for registered in self._lists.values():
-            self._agent.deregister_memory(registered)
+            if registered is not None:
+                self._agent.deregister_memory(registered)
 
 
 def _load() -> tuple[Any, Any]:
