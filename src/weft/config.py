@@ -12,7 +12,7 @@ import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from weft.errors import ConfigError
 
@@ -35,6 +35,16 @@ class DigestPolicy(enum.StrEnum):
     """Every version is compared before it is committed."""
     OFF = "off"
     """Bytes are counted, not compared."""
+
+
+AnyEnum = TypeVar("AnyEnum", bound=enum.StrEnum)
+
+
+def _member_of(kind: type[AnyEnum], value: str, name: str) -> AnyEnum:
+    """A policy by its name."""
+    if value not in list(kind):
+        raise ConfigError(f"unknown {name} `{value}`", hint=f"use {' or '.join(kind)}")
+    return kind(value)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +71,8 @@ class TransferSettings:
     """A version that is not ready everywhere in this time is aborted."""
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "mode", _member_of(ReceiverMode, self.mode, "mode"))
+        object.__setattr__(self, "digest", _member_of(DigestPolicy, self.digest, "digest"))
         for name in ("beat_s", "silence_s", "version_s"):
             if not 0 < getattr(self, name) <= 86_400:
                 raise ConfigError(f"{name} is {getattr(self, name)}", hint="expected more than 0 and at most 86400 s")

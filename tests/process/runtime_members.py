@@ -1,51 +1,63 @@
-"""Trainer and engine processes for runtime tests: weights both sides can derive from a seed, driven over a pipe."""
+"""Trainer, engine and controller processes for runtime tests: weights both sides can derive from a seed, driven over
+pipes."""
 
 from __future__ import annotations
 
 import contextlib
 import multiprocessing
 import os
+import random
 import signal
+import time
 from typing import Any
 
 import numpy as np
 
+from weft.config import TransferSettings
+from weft.core.version import CommitPolicy
 from weft.errors import WeftError
+from weft.runtime.controller import Controller
 from weft.runtime.receiver import Receiver
 from weft.runtime.sender import Sender
 from weft.runtime.weights import Part, Weights
 
 SHAPES = {"a": (64, 48), "b": (7, 5), "c": (1000,), "d": (33, 16)}
+LARGE = {f"layer{i}": (512, 1024) for i in range(4)}
+"""8 MiB: several chunks, so that a moment inside a transfer can be hit."""
 ANSWER_S = 30.0
 
 
-def checkpoint(version: int) -> dict[str, np.ndarray]:
+def checkpoint(version: int, shapes: dict[str, tuple[int, ...]] = SHAPES) -> dict[str, np.ndarray]:
     """The whole weights of a version."""
     rng = np.random.default_rng(version)
-    return {name: rng.standard_normal(shape).astype(np.float32) for name, shape in SHAPES.items()}
+    return {name: rng.standard_normal(shape, dtype=np.float32) for name, shape in shapes.items()}
 
 
-def box(name: str, rank: int, num_ranks: int, dim: int) -> tuple[slice, ...]:
-    """One rank's part of a tensor along a dimension (PyTorch's uneven rule)."""
-    size = SHAPES[name][dim]
-    step = -(-size // num_ranks)
-    cut = slice(min(rank * step, size), min((rank + 1) * step, size))
-    return tuple(cut if d == dim else slice(0, n) for d, n in enumerate(SHAPES[name]))
-
-
-def parts_of(rank: int, num_ranks: int, dim: int) -> tuple[dict[str, tuple[slice, ...]], dict[str, Part]]:
-    boxes = {name: box(name, rank, num_ranks, min(dim, len(shape) - 1)) for name, shape in SHAPES.items()}
-    parts = {name: Part(shape=SHAPES[name], lo=tuple(s.start for s in cut)) for name, cut in boxes.items()}
+def parts_of(rank: int, num_ranks: int, dim: int, shapes: dict[str, tuple[int, ...]] = SHAPES):
+    """One rank's boxes along a dimension (PyTorch's uneven rule), and what they are parts of."""
+    boxes = {}
+    for name, shape in shapes.items():
+        cut = min(dim, len(shape) - 1)
+        step = -(-shape[cut] // num_ranks)
+        mine = slice(min(rank * step, shape[cut]), min((rank + 1) * step, shape[cut]))
+        boxes[name] = tuple(mine if d == cut else slice(0, n) for d, n in enumerate(shape))
+    parts = {name: Part(shape=shapes[name], lo=tuple(s.start for s in box)) for name, box in boxes.items()}
     return boxes, parts
 
 
-def _trainer(pipe: Any, address: str, rank: int, num_ranks: int) -> None:
-    boxes, parts = parts_of(rank, num_ranks, dim=0)
-    arrays = {name: np.zeros_like(value[boxes[name]], order="C") for name, value in checkpoint(0).items()}
-    weights = Weights.from_arrays(arrays, parts=parts)
+def _arrays(rank: int, num_ranks: int, dim: int, shapes: dict[str, tuple[int, ...]]):
+    boxes, parts = parts_of(rank, num_ranks, dim, shapes)
+    arrays = {name: np.zeros_like(value[boxes[name]], order="C") for name, value in checkpoint(0, shapes).items()}
+    return boxes, arrays, Weights.from_arrays(arrays, parts=parts)
+
+
+def _trainer(pipe: Any, address: str, rank: int, num_ranks: int, shapes: dict[str, tuple[int, ...]]) -> None:
+    """Publishes the versions it is asked for; answers what became of each."""
+    boxes, arrays, weights = _arrays(rank, num_ranks, 0, shapes)
     with Sender(address, rank=rank, weights=weights, timeout_s=20.0) as sender:
+        pipe.send("there")
         while (version := pipe.recv()) is not None:
-            for name, value in checkpoint(version).items():
+            for name, value in checkpoint(version, shapes).items():
                 arrays[name][...] = value[boxes[name]]
             try:
                 publication = sender.publish(version=version)
@@ -56,30 +68,40 @@ def _trainer(pipe: Any, address: str, rank: int, num_ranks: int) -> None:
                 pipe.send(f"{type(error).__name__}: {error}")
 
 
-def _engine(pipe: Any, address: str, rank: int, num_ranks: int) -> None:
-    boxes, parts = parts_of(rank, num_ranks, dim=1)
-    arrays = {name: np.zeros_like(value[boxes[name]], order="C") for name, value in checkpoint(0).items()}
-    weights = Weights.from_arrays(arrays, parts=parts)
+def _engine(pipe: Any, address: str, rank: int, num_ranks: int, shapes: dict[str, tuple[int, ...]]) -> None:
+    """Serves: polls between steps, answers with its version and weights; notices torn weights by itself."""
+    _, arrays, weights = _arrays(rank, num_ranks, 1, shapes)
     with Receiver(address, rank=rank, weights=weights) as receiver:
+        pipe.send("there")
         while True:
-            update = receiver.poll()
-            if update is not None:
-                update.commit()
+            with contextlib.suppress(WeftError):
+                update = receiver.poll()
+                if update is not None:
+                    update.commit()
             if pipe.poll(0.001):
                 request = pipe.recv()
                 if request is None:
                     break
-                pipe.send((receiver.version, {name: array.copy() for name, array in arrays.items()}))
+                version = None if receiver.is_poisoned else receiver.version
+                pipe.send((version, {name: array.copy() for name, array in arrays.items()}))
 
 
-class Member:
-    """One member process."""
+def _controller(pipe: Any, address: str, options: dict[str, Any]) -> None:
+    """A controller that can be killed."""
+    options["settings"] = TransferSettings(**options["settings"])
+    with Controller(address, **options) as controller:
+        pipe.send(controller.address)
+        while (request := pipe.recv()) is not None:
+            pipe.send(controller.wait_planned(request) if isinstance(request, float) else controller.statistics())
 
-    def __init__(self, side: str, address: str, rank: int, num_ranks: int) -> None:
+
+class Process:
+    """One process, driven over a pipe."""
+
+    def __init__(self, target: Any, *args: Any) -> None:
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
-        target = {"trainer": _trainer, "engine": _engine}[side]
-        self._process = context.Process(target=target, args=(theirs, address, rank, num_ranks), daemon=True)
+        self._process = context.Process(target=target, args=(theirs, *args), daemon=True)
         self._process.start()
         theirs.close()
 
@@ -87,7 +109,7 @@ class Member:
         self._pipe.send(request)
 
     def answer(self, timeout_s: float = ANSWER_S) -> Any:
-        assert self._pipe.poll(timeout_s), "the member does not answer"
+        assert self._pipe.poll(timeout_s), "the process does not answer"
         return self._pipe.recv()
 
     def kill(self) -> None:
@@ -97,10 +119,133 @@ class Member:
     def stall(self) -> None:
         os.kill(self._process.pid, signal.SIGSTOP)
 
+    def resume(self) -> None:
+        os.kill(self._process.pid, signal.SIGCONT)
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
     def close(self) -> None:
         if self._process.is_alive():
             with contextlib.suppress(OSError):
                 self._pipe.send(None)
             self._process.join(ANSWER_S)
         self._process.kill()
+        self._process.join()
         self._pipe.close()
+
+
+class Fleet:
+    """A controller, trainers (cut along rows) and engine ranks (cut along columns), each a process."""
+
+    def __init__(
+        self,
+        *,
+        num_trainers: int = 2,
+        num_engines: int = 2,
+        shapes: dict[str, tuple[int, ...]] = SHAPES,
+        quorum: int = 0,
+        **settings: Any,
+    ) -> None:
+        self.shapes = shapes
+        defaults = {"silence_s": 2.0, "version_s": 10.0, "nixl_devices": "lo"}
+        self._options = {
+            "num_trainers": num_trainers,
+            "num_engine_ranks": num_engines,
+            "policy": CommitPolicy.QUORUM if quorum else CommitPolicy.ALL,
+            "quorum": quorum,
+            "settings": defaults | settings,
+        }
+        self.controller = Process(_controller, "tcp://127.0.0.1:*", self._options)
+        self.address = self.controller.answer()
+        self.trainers = [self.new_trainer(rank) for rank in range(num_trainers)]
+        self.engines = [self.new_engine(rank) for rank in range(num_engines)]
+        for member in (*self.trainers, *self.engines):
+            assert member.answer() == "there"
+
+    def new_trainer(self, rank: int) -> Process:
+        return Process(_trainer, self.address, rank, self._options["num_trainers"], self.shapes)
+
+    def new_engine(self, rank: int) -> Process:
+        return Process(_engine, self.address, rank, self._options["num_engine_ranks"], self.shapes)
+
+    def restart_controller(self) -> None:
+        self.controller.close()
+        self.controller = Process(_controller, self.address, self._options)
+        assert self.controller.answer() == self.address
+
+    def statistics(self) -> Any:
+        self.controller.ask("statistics")
+        return self.controller.answer()
+
+    def wait_planned(self, timeout_s: float = 20.0) -> None:
+        self.controller.ask(timeout_s)
+        assert self.controller.answer(timeout_s + 5.0), "the members are not planned"
+
+    def publish(self, version: int) -> list[str]:
+        for trainer in self.trainers:
+            trainer.ask(version)
+        return [trainer.answer() for trainer in self.trainers]
+
+    def holdings(self, engines: list[Process] | None = None) -> list[tuple[int | None, dict[str, np.ndarray]]]:
+        asked = self.engines if engines is None else engines
+        for engine in asked:
+            engine.ask("holdings")
+        return [engine.answer() for engine in asked]
+
+    def check(self, version: int | None, ranks: tuple[int, ...] | None = None) -> None:
+        """These engine ranks (all, by default) hold exactly their part of one version."""
+        chosen = tuple(range(len(self.engines))) if ranks is None else ranks
+        whole = checkpoint(version, self.shapes) if version is not None else None
+        for rank, (visible, arrays) in zip(chosen, self.holdings([self.engines[r] for r in chosen]), strict=True):
+            boxes, _ = parts_of(rank, len(self.engines), 1, self.shapes)
+            assert visible == version, f"engine {rank} serves {visible}, not {version}"
+            for name, array in arrays.items():
+                expected = np.zeros_like(array) if whole is None else whole[name][boxes[name]]
+                assert np.array_equal(array, expected), f"{name} on engine {rank}"
+
+    def close(self) -> None:
+        for member in (*self.trainers, *self.engines, self.controller):
+            member.close()
+
+
+def lockstep_engine(pipe: Any, address: str, rank: int, barrier: Any, seed: int, num_versions: int, mode: str) -> None:
+    """A rank of a tensor-parallel engine: every step all ranks meet, look at all weights, then poll.
+
+    Answers with the version it served at every step; raises if two versions are mixed.
+    """
+    arrays = {name: np.full((64, 256), -1.0, dtype=np.float32) for name in ("a", "b", "c")}
+    parts = {name: Part(shape=(64, 512), lo=(0, 256 * (rank % 2))) for name in arrays}
+    served: list[int] = []
+    rng = random.Random(seed)
+    with Receiver(address, rank=rank, weights=Weights.from_arrays(arrays, parts=parts)) as receiver:
+        pipe.send("there")
+        deadline = time.monotonic() + 120.0
+        while (not served or served[-1] < num_versions) and time.monotonic() < deadline:
+            values = {float(value) for array in arrays.values() for value in np.unique(array)}
+            assert len(values) == 1, f"rank {rank} sees versions {values} mixed at step {len(served)}"
+            served.append(int(values.pop()))
+            time.sleep(rng.random() * 0.002)
+            barrier.wait(60.0)
+            if (update := receiver.poll()) is not None:
+                update.commit()
+        barrier.wait(60.0)
+        pipe.send((mode, served))
+        pipe.recv()
+
+
+def constant_trainer(pipe: Any, address: str, rank: int, num_versions: int) -> None:
+    """Publishes versions whose every element is the version's number, as fast as engines take them."""
+    arrays = {name: np.zeros((32, 512), dtype=np.float32) for name in ("a", "b", "c")}
+    parts = {name: Part(shape=(64, 512), lo=(32 * rank, 0)) for name in arrays}
+    with Sender(address, rank=rank, weights=Weights.from_arrays(arrays, parts=parts)) as sender:
+        pipe.send("there")
+        for version in range(1, num_versions + 1):
+            for array in arrays.values():
+                array[...] = version
+            publication = sender.publish(version=version)
+            publication.wait_released(60.0)
+        publication.wait_committed(60.0)
+        pipe.send("done")
+        pipe.recv()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import resource
+import threading
 import time
 
 import msgspec
@@ -40,8 +41,9 @@ def test_messages_go_both_ways(server):
     with Client(server.address, member="trainer 0", messages=MESSAGES) as client:
         client.send(Ping(number=1))
         received = server.receive(SOON_S)
-        assert (received.member, received.message) == ("trainer 0", Ping(number=1))
-        assert server.send("trainer 0", Pong(number=1, names=["a"]))
+        assert received.message == Ping(number=1)
+        assert received.sender.startswith("trainer 0 ")
+        assert server.send(received.sender, Pong(number=1, names=["a"]))
         assert client.receive(SOON_S) == Pong(number=1, names=["a"])
 
 
@@ -58,16 +60,28 @@ def test_sending_to_a_member_that_is_not_there_says_so(server):
     assert server.statistics().num_unreachable == 1
 
 
-def test_a_restarted_member_takes_its_name_over(server):
-    first = Client(server.address, member="engine 0", messages=MESSAGES)
-    first.send(Ping(number=1))
-    assert server.receive(SOON_S).message == Ping(number=1)
-    with Client(server.address, member="engine 0", messages=MESSAGES) as second:
+def test_two_processes_of_one_name_are_told_apart(server):
+    with (
+        Client(server.address, member="engine 0", messages=MESSAGES) as first,
+        Client(server.address, member="engine 0", messages=MESSAGES) as second,
+    ):
+        first.send(Ping(number=1))
+        one = server.receive(SOON_S)
         second.send(Ping(number=2))
-        assert server.receive(SOON_S).message == Ping(number=2)
-        assert server.send("engine 0", Pong(number=2))
+        two = server.receive(SOON_S)
+        assert one.sender != two.sender
+        assert server.send(one.sender, Pong(number=1))
+        assert server.send(two.sender, Pong(number=2))
+        assert first.receive(SOON_S) == Pong(number=1)
         assert second.receive(SOON_S) == Pong(number=2)
-    first.close()
+
+
+def test_a_waiting_client_can_be_woken(server):
+    with Client(server.address, member="engine 0", messages=MESSAGES) as client:
+        threading.Timer(0.1, client.wake).start()
+        started = time.monotonic()
+        assert client.receive(SOON_S) is None
+        assert time.monotonic() - started < SOON_S / 2
 
 
 def test_a_client_may_come_before_its_server():
@@ -122,8 +136,8 @@ def test_oversized_messages_never_arrive(server):
 def test_what_is_no_message_is_an_error_for_a_client(server):
     with Client(server.address, member="trainer 0", messages=MESSAGES) as client:
         client.send(Ping(number=1))
-        server.receive(SOON_S)
-        server._socket.send_multipart([b"trainer 0", b"\xc1"])
+        sender = server.receive(SOON_S).sender
+        server._socket.send_multipart([sender.encode(), b"\xc1"])
         with pytest.raises(ProtocolError, match="no message"):
             client.receive(SOON_S)
 

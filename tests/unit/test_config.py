@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from weft.config import Settings, load_settings
+from weft.config import DigestPolicy, ReceiverMode, Settings, TransferSettings, load_settings
 from weft.errors import ConfigError
 
 
@@ -31,3 +31,18 @@ def test_unknown_settings_are_named(tmp_path):
     path.write_text("[weft]\nbucket_size = 3\n")
     with pytest.raises(ConfigError, match="unknown setting `bucket_size`"):
         load_settings(path, {})
+
+
+def test_transfer_settings_take_names_and_refuse_what_cannot_be():
+    assert TransferSettings(mode="in_place", digest="off") == TransferSettings(
+        mode=ReceiverMode.IN_PLACE, digest=DigestPolicy.OFF
+    )
+    for wrong, told in [
+        ({"mode": "sideways"}, "unknown mode"),
+        ({"digest": "maybe"}, "unknown digest"),
+        ({"silence_s": 0.5}, "two beats"),
+        ({"version_s": 0.0}, "version_s"),
+        ({"num_threads": 0}, "num_threads"),
+    ]:
+        with pytest.raises(ConfigError, match=told):
+            TransferSettings(**wrong)

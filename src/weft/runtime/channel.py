@@ -9,8 +9,8 @@ a whole message of the expected union is counted and dropped, never raised: a st
     server = Server("tcp://127.0.0.1:7070", messages=Ping | Pong)
     client = Client(server.address, member="trainer 0", messages=Ping | Pong)
     client.send(Ping(number=1))
-    received = server.receive(timeout_s=1.0)        # Received(member="trainer 0", message=Ping(number=1))
-    server.send(received.member, Pong(number=1))
+    received = server.receive(timeout_s=1.0)        # Received(sender="trainer 0 3f6a0c1e", message=Ping(number=1))
+    server.send(received.sender, Pong(number=1))
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from __future__ import annotations
 import ipaddress
 import os
 import re
+import secrets
 import socket
 import time
 from collections.abc import Collection
@@ -35,7 +36,7 @@ from weft.errors import AuthError, ConfigError, ProtocolError
 from weft.runtime.keys import Keys
 
 MAX_MESSAGE_BYTES = 256 << 20
-MAX_MEMBER_BYTES = 64
+MAX_MEMBER_BYTES, MAX_SENDER_BYTES = 64, 80
 HEARTBEAT_MS, SILENCE_MS = 1_000, 5_000
 _ADDRESS = re.compile(r"tcp://(\[[0-9a-fA-F:]+\]|[^:/\s]+):(\d{1,5}|\*)")
 
@@ -44,7 +45,8 @@ _ADDRESS = re.compile(r"tcp://(\[[0-9a-fA-F:]+\]|[^:/\s]+):(\d{1,5}|\*)")
 class Received:
     """A message and who sent it."""
 
-    member: str
+    sender: str
+    """Names the connection: the member, and something random that tells its processes apart."""
     message: Any
 
 
@@ -84,7 +86,7 @@ class Server:
                 self._authenticate(keys, frozenset(allowed))
             _bound(self._socket, max_message_bytes)
             self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-            self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a member that was restarted takes its name over
+            self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a process that reconnects is the same one
             self._socket.bind(address)
         except zmq.ZMQError as error:
             self.close()
@@ -113,17 +115,17 @@ class Server:
         return None
 
     def _decoded(self, frames: list[bytes]) -> Received | None:
-        if len(frames) != 2 or not 0 < len(frames[0]) <= MAX_MEMBER_BYTES:
+        if len(frames) != 2 or not 0 < len(frames[0]) <= MAX_SENDER_BYTES:
             return None
         try:
-            return Received(member=frames[0].decode("ascii"), message=self._decoder.decode(frames[1]))
+            return Received(sender=frames[0].decode("ascii"), message=self._decoder.decode(frames[1]))
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             return None
 
-    def send(self, member: str, message: Any) -> bool:
-        """Send to a member; False if it is not connected."""
+    def send(self, receiver: str, message: Any) -> bool:
+        """Send to a connection; False if it is gone."""
         try:
-            self._socket.send_multipart([member.encode(), self._encoder.encode(message)])
+            self._socket.send_multipart([receiver.encode(), self._encoder.encode(message)])
         except zmq.ZMQError:
             self._statistics.num_unreachable += 1
             return False
@@ -185,7 +187,7 @@ class Client:
         self._encoder = msgspec.msgpack.Encoder()
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
-        self._socket.setsockopt(zmq.IDENTITY, member.encode())
+        self._socket.setsockopt(zmq.IDENTITY, f"{member} {secrets.token_hex(4)}".encode())
         if keys is not None:
             self._socket.curve_serverkey = server_public.encode()
             self._socket.curve_publickey, self._socket.curve_secretkey = keys.public.encode(), keys.secret.encode()

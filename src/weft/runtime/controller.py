@@ -88,6 +88,8 @@ class ControllerStatistics:
 
 @dataclass(slots=True)
 class _Member:
+    connection: str
+    """Names the process behind the member: one that was replaced is told apart from its successor."""
     join: Join
     last_heard: float
     opened: Opened | None = None
@@ -152,6 +154,8 @@ class Controller:
         self._cluster = cluster or load_topology("h100-ib400")
         self._name = secrets.token_hex(8)
         self._members: dict[str, _Member] = {}
+        self._names: dict[str, str] = {}
+        """Connection → the member it joined as, also of those that are gone."""
         self._lost: dict[str, str] = {}
         """Members that are gone, and how; until they join again."""
         self._round = 0
@@ -220,33 +224,48 @@ class Controller:
             while not self._stop.is_set():
                 received = self._server.receive(POLL_S)
                 if received is not None:
-                    self._handle(received.member, received.message)
+                    self._handle(received.sender, received.message)
                 self._look_at_clocks()
         finally:
             self._server.close()
 
-    def _handle(self, member: str, message: Any) -> None:
-        if isinstance(message, Join):
-            self._join(member, message)
-            return
+    def _send(self, member: str, message: Any) -> None:
+        """To a member, if it is there."""
         known = self._members.get(member)
-        if known is None:
+        if known is not None:
+            self._server.send(known.connection, message)
+
+    def _handle(self, connection: str, message: Any) -> None:
+        if isinstance(message, Join):
+            self._join(connection, message)
+            return
+        member = self._names.get(connection, "")
+        known = self._members.get(member)
+        if known is None or known.connection != connection:
             if not isinstance(message, Leave):
-                self._server.send(member, Unknown(controller=self._name))
+                self._turn_out(connection, member)
             return
         known.last_heard = time.monotonic()
         try:
             self._report(member, known, message)
         except VersionError as error:
             log.warning("%s: %s", member, error)
-            self._server.send(member, Refused(reason=str(error), hint=error.hint or ""))
+            self._send(member, Refused(reason=str(error), hint=error.hint or ""))
             self._lose(member, f"was refused: {error}")
+
+    def _turn_out(self, connection: str, member: str) -> None:
+        """Answer a process that is no member: one that was replaced must end, others may join again."""
+        if member in self._members:
+            reason = f"another process has joined as {member}"
+            self._server.send(connection, Refused(reason=reason, hint="every rank is one process"))
+        else:
+            self._server.send(connection, Unknown(controller=self._name))
 
     def _report(self, member: str, known: _Member, message: Any) -> None:
         rank = known.join.rank
         match message:
             case Beat():
-                self._server.send(member, Alive(controller=self._name))
+                self._send(member, Alive(controller=self._name))
             case Opened():
                 self._opened(known, message)
             case Want(version=version):
@@ -287,25 +306,32 @@ class Controller:
 
     # Members
 
-    def _join(self, member: str, join: Join) -> None:
-        expected = 0 <= join.rank < self._num[join.side] and member == f"{join.side} {join.rank}"
-        if join.protocol != PROTOCOL or not expected:
-            reason = f"{member} (protocol {join.protocol}, {join.side} rank {join.rank}) does not fit {self._num}"
-            self._server.send(member, Refused(reason=reason, hint="check ranks and the installed weft version"))
+    def _join(self, connection: str, join: Join) -> None:
+        member = f"{join.side} {join.rank}"
+        if join.protocol != PROTOCOL or not 0 <= join.rank < self._num[join.side]:
+            reason = f"{member} (protocol {join.protocol}) does not fit {self._num}"
+            hint = "check ranks and the installed weft version"
+            self._server.send(connection, Refused(reason=reason, hint=hint))
             return
         if member in self._members:
-            self._lose(member, "joined anew")
-        self._members[member] = _Member(join, time.monotonic())
+            self._replace(member, connection)
+        self._names[connection] = member
+        self._members[member] = _Member(connection, join, time.monotonic())
         self._lost.pop(member, None)
         if join.pending is not None:
             self._uncommitted.add(join.rank)
-        settings = self._settings
-        self._server.send(
-            member, Welcome(controller=self._name, settings=settings, ranks_per_engine=self._ranks_per_engine)
-        )
+        welcome = Welcome(controller=self._name, settings=self._settings, ranks_per_engine=self._ranks_per_engine)
+        self._send(member, welcome)
         log.info("%s joined (%d of %d)", member, len(self._members), sum(self._num.values()))
         self._must_plan = True
         self._plan_if_possible()
+
+    def _replace(self, member: str, connection: str) -> None:
+        """A member joins anew: the same process again, or another one in its place."""
+        old = self._members[member].connection
+        self._lose(member, "joined anew")
+        if old != connection:
+            self._server.send(old, Refused(reason=f"another process has joined as {member}"))
 
     def _joins(self, side: str) -> dict[int, Join]:
         joins = [known.join for known in self._members.values() if known.join.side == side]
@@ -332,7 +358,7 @@ class Controller:
                 if (trainer if known.join.side == "trainer" else engine) == known.join.rank
             }
             message = Open(round=self._round, transports=sorted(mine), fresh=self._must_be_fresh)
-            self._server.send(member, message)
+            self._send(member, message)
         self._must_be_fresh = False
 
     def _choose_links(self) -> dict[tuple[int, int], Choice]:
@@ -372,9 +398,9 @@ class Controller:
         transports = {link: choice.transport for link, choice in self._links.items()}
         parts = Parts(plan, self._plan_digest, (trainers, engines), opened, transports)  # type: ignore[arg-type]
         for rank in engines:
-            self._server.send(f"engine {rank}", parts.receive_plan(rank))
+            self._send(f"engine {rank}", parts.receive_plan(rank))
         for rank in trainers:
-            self._server.send(f"trainer {rank}", parts.send_plan(rank))
+            self._send(f"trainer {rank}", parts.send_plan(rank))
         if not self._is_rebuilt:
             self._rebuild()
         self._planned.set()
@@ -386,7 +412,7 @@ class Controller:
     def _refuse_all(self, error: WeftError) -> None:
         log.error("no plan: %s", error)
         for member in list(self._members):
-            self._server.send(member, Refused(reason=str(error), hint=error.hint or ""))
+            self._send(member, Refused(reason=str(error), hint=error.hint or ""))
         self._members.clear()
 
     def _rebuild(self) -> None:
@@ -400,7 +426,7 @@ class Controller:
         for rank, join in engines.items():
             if committed is not None and join.ready == committed and join.pending is None and join.last != committed:
                 self._uncommitted.add(rank)
-                self._server.send(f"engine {rank}", Decide(version=committed, commit=True))
+                self._send(f"engine {rank}", Decide(version=committed, commit=True))
 
     def _lose(self, member: str, how: str) -> None:
         """A member is gone: abort what depends on it, and plan again when it comes back."""
@@ -475,7 +501,7 @@ class Controller:
             self._ledger.publish(trainer=trainer, version=version)
         except VersionError as error:
             refusal = Decide(version=version, commit=False, reason=f"{error}: versions must grow")
-            self._server.send(f"trainer {trainer}", refusal)
+            self._send(f"trainer {trainer}", refusal)
             return
         if self._transfer is None:
             self._begin(version)
@@ -495,14 +521,14 @@ class Controller:
             unpaused=set(ranks) if self._settings.mode is ReceiverMode.IN_PLACE else set(),
         )
         for rank in sorted(ranks):
-            self._server.send(f"engine {rank}", Expect(version=version))
+            self._send(f"engine {rank}", Expect(version=version))
 
     def _send_writers(self, transfer: _Transfer) -> None:
         if transfer.unpaused or transfer.is_decided:
             return
         for trainer in sorted(transfer.waiting):
             transfer.writers.add(trainer)
-            self._server.send(f"trainer {trainer}", Go(version=transfer.version, engines=sorted(transfer.engines)))
+            self._send(f"trainer {trainer}", Go(version=transfer.version, engines=sorted(transfer.engines)))
         transfer.waiting.clear()
 
     def _turn_away(self) -> None:
@@ -511,7 +537,7 @@ class Controller:
             return
         reason = ", ".join(f"{member} {how}" for member, how in sorted(self._lost.items()))
         for trainer, version in self._wants.items():
-            self._server.send(f"trainer {trainer}", Decide(version=version, commit=False, reason=reason))
+            self._send(f"trainer {trainer}", Decide(version=version, commit=False, reason=reason))
         self._wants.clear()
 
     def _at(self, rank: int, version: int, step: int) -> None:
@@ -525,7 +551,7 @@ class Controller:
         if all(other in transfer.steps for other in ranks):
             boundary = max(transfer.steps[other] for other in ranks) + STEPS_AHEAD
             for other in ranks:
-                self._server.send(f"engine {other}", Boundary(version=version, step=boundary))
+                self._send(f"engine {other}", Boundary(version=version, step=boundary))
 
     def _paused(self, rank: int, version: int) -> None:
         transfer = self._transfer
@@ -545,7 +571,7 @@ class Controller:
         if not transfer.is_decided and len(transfer.finished) == self._num["trainer"]:
             for rank in sorted(transfer.engines):
                 mine = [part for part in transfer.parts if part.engine == rank]
-                self._server.send(f"engine {rank}", Verify(version=version, parts=mine))
+                self._send(f"engine {rank}", Verify(version=version, parts=mine))
         self._let_go()
 
     def _failed(self, member: str, join: Join, version: int, reason: str) -> None:
@@ -581,7 +607,7 @@ class Controller:
         self._last_version_s = time.monotonic() - transfer.began
         log.info("version %d is served everywhere (%.1f ms)", transfer.version, self._last_version_s * 1e3)
         for rank in self._joins("trainer"):
-            self._server.send(f"trainer {rank}", Decide(version=transfer.version, commit=True))
+            self._send(f"trainer {rank}", Decide(version=transfer.version, commit=True))
 
     def _apply(self, decision: Decision | None) -> None:
         """Tell everybody what was decided."""
@@ -599,7 +625,7 @@ class Controller:
                 torn=transfer.was_written,
                 reason=decision.reason or "its engine was dropped",
             )
-            self._server.send(f"engine {rank}", message)
+            self._send(f"engine {rank}", message)
         if decision.commit:
             self._finish()
         else:
@@ -612,5 +638,5 @@ class Controller:
         log.warning("version %d was aborted: %s", decision.version, decision.reason)
         for rank in self._joins("trainer"):
             message = Decide(version=decision.version, commit=False, reason=decision.reason)
-            self._server.send(f"trainer {rank}", message)
+            self._send(f"trainer {rank}", message)
         self._wants = {rank: version for rank, version in self._wants.items() if version != decision.version}
