@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 from weft.config import TransferSettings
-from weft.errors import LayoutError, ProtocolError, VersionError, WeftError
+from weft.errors import AuthError, IntegrityError, LayoutError, ProtocolError, VersionError, WeftError
 from weft.runtime.controller import Controller
+from weft.runtime.keys import load_allowed, load_keys, load_public, make_keys
 from weft.runtime.receiver import Receiver
 from weft.runtime.sender import Sender
 from weft.runtime.weights import Part, Weights
@@ -195,3 +196,125 @@ def test_weights_say_what_is_wrong_with_an_array():
         Weights.from_arrays({"w": np.zeros(3, dtype=np.float32)[::-1]})
     held = Weights.from_arrays({"w": np.zeros((2, 3), np.float32)}, parts={"w": Part(shape=(8, 3), lo=(2, 0))}).held[0]
     assert (held.tensor.shape, held.lo, held.extent) == ((8, 3), (2, 0), (2, 3))
+
+
+@pytest.fixture
+def in_place():
+    made = Pair({"w": np.arange(500, dtype=np.float32)}, {"w": np.zeros(500, dtype=np.float32)}, mode="in_place")
+    yield made
+    made.close()
+
+
+def test_in_place_nothing_is_written_before_the_engine_pauses(in_place):
+    publication = in_place.sender.publish(version=1)
+    update = in_place.receiver.wait(SOON_S)
+    assert not publication.is_released
+    assert not in_place.engine["w"].any()
+    assert update.commit()
+    assert np.array_equal(in_place.engine["w"], in_place.trainer["w"])
+    publication.wait_committed(SOON_S)
+    assert in_place.receiver.version == 1
+
+
+def test_a_failed_update_in_place_poisons_the_receiver_until_the_next_commit(in_place):
+    commit(in_place, 1)
+    in_place.network.faults["engine 0"] = Faults(corrupt=True)
+    in_place.trainer["w"] += 1
+    publication = in_place.sender.publish(version=2)
+    with pytest.raises(IntegrityError, match="trainer 0 sent digest"):
+        in_place.receiver.wait(SOON_S).commit(SOON_S)
+    with pytest.raises(VersionError, match="digest"):
+        publication.wait_committed(SOON_S)
+    assert in_place.receiver.is_poisoned
+    with pytest.raises(IntegrityError, match="torn"):
+        _ = in_place.receiver.version
+    commit(in_place, 3)
+    assert not in_place.receiver.is_poisoned
+    assert in_place.receiver.version == 3
+    assert np.array_equal(in_place.engine["w"], in_place.trainer["w"])
+
+
+def test_in_place_an_engine_that_does_not_pause_is_named_and_stays_whole():
+    made = Pair({"w": np.ones(8, np.float32)}, {"w": np.zeros(8, np.float32)}, mode="in_place", version_s=1.0)
+    deadline = time.monotonic() + SOON_S
+    while not made.controller.wait_planned(0.01):
+        assert made.receiver.poll() is None
+        assert time.monotonic() < deadline
+    with pytest.raises(VersionError, match="waiting for engine 0 to pause"):
+        made.sender.publish(version=1).wait_committed(SOON_S)
+    assert made.receiver.poll() is None
+    assert made.receiver.version is None
+    assert not made.engine["w"].any()
+    made.close()
+
+
+def test_with_the_digest_off_bytes_are_only_counted():
+    made = Pair({"w": np.ones(8, np.float32)}, {"w": np.zeros(8, np.float32)}, digest="off")
+    made.network.faults["engine 0"] = Faults(corrupt=True)
+    commit(made, 1)
+    assert not np.array_equal(made.engine["w"], made.trainer["w"]), "the fault was not injected"
+    made.close()
+
+
+def test_statistics_tell_what_happened(pair):
+    commit(pair, 1)
+    pair.network.faults["engine 0"] = Faults(corrupt=True)
+    with pytest.raises(VersionError):
+        pair.sender.publish(version=2).wait_committed(SOON_S)
+    found = pair.controller.statistics()
+    assert found.members == ("engine 0", "trainer 0")
+    assert found.links == {"local (inside one process)": 1}
+    assert (found.committed, found.num_committed, found.num_aborted) == (1, 1, 1)
+    assert "digest" in found.last_abort
+    assert found.bytes_per_version == 2000
+    assert 0 < found.last_version_s < SOON_S
+
+
+def test_a_member_that_cannot_open_its_transport_says_why_to_everybody():
+    made = Pair({"w": np.ones((4, 4), np.float32)}, {"w": np.zeros((4, 8), np.float32)[:, ::2][:, :4]}, mode="in_place")
+    with pytest.raises(WeftError, match="not contiguous"):
+        made.receiver.wait(SOON_S)
+    with pytest.raises(VersionError, match=r"engine 0 left: .* not contiguous"):
+        made.sender.publish(version=1).wait_committed(SOON_S)
+    made.close()
+
+
+def test_only_members_with_keys_join(tmp_path):
+    make_keys(tmp_path, ["controller", "trainer", "engine"])
+    make_keys(tmp_path / "strange", ["stranger"])
+    public = load_public(tmp_path / "controller.pub")
+    weights = Weights.from_arrays({"w": np.zeros(4, np.float32)})
+    with Controller(
+        num_trainers=1, num_engine_ranks=1, keys=load_keys(tmp_path / "controller.key"), allowed=load_allowed(tmp_path)
+    ) as controller:
+        with (
+            Receiver(
+                controller.address,
+                rank=0,
+                weights=weights,
+                keys=load_keys(tmp_path / "strange" / "stranger.key"),
+                server_public=public,
+            ) as stranger,
+            pytest.raises(AuthError, match="refused"),
+        ):
+            stranger.wait(SOON_S)
+        assert controller.statistics().members == ()
+        with (
+            Sender(
+                controller.address,
+                rank=0,
+                weights=weights,
+                keys=load_keys(tmp_path / "trainer.key"),
+                server_public=public,
+            ) as sender,
+            Receiver(
+                controller.address,
+                rank=0,
+                weights=weights,
+                keys=load_keys(tmp_path / "engine.key"),
+                server_public=public,
+            ) as receiver,
+        ):
+            publication = sender.publish(version=1)
+            receiver.wait(SOON_S).commit()
+            publication.wait_committed(SOON_S)

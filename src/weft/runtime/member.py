@@ -10,6 +10,7 @@ member then joins again, with what it knows of versions, so that the controller 
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 import time
@@ -54,6 +55,8 @@ class ControlThread:
         self.ranks_per_engine = 1
         self._controller = ""
         self._must_join = True
+        self._is_joined = False
+        """Whether the controller has answered; what is posted before waits."""
         self._last_heard = time.monotonic()
         self._is_lost = False
         self._outgoing: queue.SimpleQueue[Any] = queue.SimpleQueue()
@@ -70,21 +73,24 @@ class ControlThread:
         if not self._stop.is_set():
             self._client.wake()
 
+    def leave(self, reason: str = "") -> None:
+        """Say goodbye and stop soon, from any thread."""
+        if not self._stop.is_set():
+            self.post(Leave(reason=reason))
+            self._stop.set()
+
     def close(self) -> None:
         """Say goodbye and stop."""
-        if self._stop.is_set():
-            return
-        self.post(Leave())
-        self._stop.set()
-        self._thread.join(CLOSE_S)
+        self.leave()
+        if threading.current_thread() is not self._thread:
+            self._thread.join(CLOSE_S)
 
     def _run(self) -> None:
         try:
             self._loop()
         except WeftError as error:
             self._duties.failed(error)
-            self._client.send(Leave(reason=str(error)))
-            time.sleep(GOODBYE_S)
+            self._say_why(error)
         except Exception as error:  # a defect of ours: the member's owner must hear of it, not only this thread
             what = f"{self._client.member}: {type(error).__name__} in the control thread: {error}"
             self._duties.failed(ProtocolError(what))
@@ -93,11 +99,19 @@ class ControlThread:
             self._stop.set()
             self._client.close()
 
+    def _say_why(self, error: WeftError) -> None:
+        """Tell the controller, if it still listens, so that nobody waits for this member."""
+        if self._is_joined:
+            with contextlib.suppress(WeftError):
+                self._client.send(Leave(reason=str(error)))
+                time.sleep(GOODBYE_S)
+
     def _loop(self) -> None:
         next_beat, again_s = 0.0, None
         while True:
             stopping = self._stop.is_set()
-            self._send_all()
+            if self._is_joined:
+                self._send_all()
             if stopping:
                 time.sleep(GOODBYE_S)  # let the goodbye leave before the socket closes
                 return
@@ -122,6 +136,7 @@ class ControlThread:
         silent_s = now - self._last_heard
         if silent_s > self.settings.silence_s and not self._is_lost:
             self._is_lost = True
+            self._forget_all()
             what = f"the controller at `{self._address}` has not answered for {silent_s:.1f} s"
             self._duties.controller_lost(PeerLost(what, hint="members join again by themselves when it is back"))
 
@@ -131,11 +146,13 @@ class ControlThread:
         match message:
             case Welcome(controller=controller, settings=settings, ranks_per_engine=ranks_per_engine):
                 self._controller, self.settings, self.ranks_per_engine = controller, settings, ranks_per_engine
+                self._is_joined = True
             case Alive():
                 return
             case Unknown(controller=controller):
-                self._must_join = True
+                self._must_join, self._is_joined = True, False
                 if controller != self._controller:
+                    self._forget_all()
                     what = f"the controller at `{self._address}` was restarted"
                     self._duties.controller_lost(PeerLost(what, hint="members join again by themselves"))
                 self._controller = controller
@@ -143,6 +160,11 @@ class ControlThread:
                 raise ProtocolError(f"the controller refused {self._client.member}: {reason}", hint=hint or None)
             case _:
                 self._duties.handle(message)
+
+    def _forget_all(self) -> None:
+        """What was meant for a controller that is gone."""
+        while not self._outgoing.empty():
+            self._outgoing.get_nowait()
 
     def _send_all(self) -> None:
         while True:

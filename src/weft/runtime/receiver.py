@@ -166,8 +166,14 @@ class Receiver:
 
     def _do_engine_task(self) -> None:
         task, self._engine_task = self._engine_task, None
-        if task is not None:
+        if task is None:
+            return
+        try:
             task()
+        except WeftError as error:
+            self._error = error
+            self._control.leave(str(error))
+            raise
 
     def _may_commit_now(self) -> bool:
         """With the lock held: whether the engine's ranks have agreed on this step."""

@@ -117,7 +117,6 @@ class Sender:
             self.member, rank=rank, device=weights.device, controller=address, given=transport
         )
         self._lock = threading.Lock()
-        self._planned = threading.Event()
         self._error: WeftError | None = None
         self._prepared: list[_Prepared] = []
         self._publications: dict[int, Publication] = {}
@@ -159,14 +158,11 @@ class Sender:
         """On the writer thread: ask, write, report."""
         self._writing = True
         try:
-            if not self._planned.wait(self._timeout_s):
-                raise ProtocolError(
-                    f"{self.member} got no plan in {self._timeout_s:.1f} s", hint="are all members there?"
-                )
             self._control.post(Want(version=publication.version))
             if not publication._may_write.wait(self._timeout_s):
                 raise TransferTimeout(
-                    f"{self.member} may not write version {publication.version} after {self._timeout_s:.1f} s"
+                    f"{self.member} may not write version {publication.version} after {self._timeout_s:.1f} s",
+                    hint="are all members there? has every engine committed the version before?",
                 )
             if publication._go is not None and not publication.is_decided:
                 self._write(publication, publication._go)
@@ -246,7 +242,6 @@ class Sender:
                 self._open(number, names)
             case SendPlan():
                 self._prepared = [self._prepare(target) for target in message.targets]
-                self._planned.set()
             case Go(version=version):
                 publication = self._publications.get(version)
                 if publication is not None:
@@ -293,7 +288,6 @@ class Sender:
 
     def controller_lost(self, error: WeftError) -> None:
         """Versions under way have failed; later ones may work when the controller is back."""
-        self._planned.clear()
         for publication in list(self._publications.values()):
             self._decide(publication, error)
 
@@ -301,7 +295,6 @@ class Sender:
         """The member cannot go on."""
         with self._lock:
             self._error = self._error or error
-        self._planned.set()
         for publication in list(self._publications.values()):
             self._decide(publication, error)
 
@@ -310,7 +303,6 @@ class Sender:
         for publication in list(self._publications.values()):
             if publication._go is None:
                 self._decide(publication, ProtocolError(f"{self.member} was closed"))
-        self._planned.set()
         self._writer.shutdown(wait=True)
         self._control.close()
         self._transports.close_all()
