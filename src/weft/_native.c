@@ -12,10 +12,11 @@
 #include <errno.h>
 #include <pthread.h>
 #include <stdint.h>
+#include <stdlib.h>
 #include <string.h>
 #include <sys/uio.h>
 
-#define MAX_COLUMNS 4
+#define MAX_COLUMNS 5
 #define MAX_THREADS 64
 #define IOVECS_PER_CALL 1024              /* the kernel's limit */
 #define BYTES_PER_CALL ((uint64_t)1 << 30) /* larger requests return short */
@@ -62,6 +63,8 @@ static int columns_get(Columns *columns, PyObject **objects, int num_columns) {
 typedef struct Share {
     const Columns *columns;
     uint64_t begin, end;
+    uint64_t *sums; /* one for each group of rows, shared by all threads */
+    uint64_t num_sums;
     uint64_t result;
     void (*work)(struct Share *share);
 } Share;
@@ -73,7 +76,7 @@ static void *share_run(void *argument) {
 }
 
 /* Splits all bytes evenly over threads and adds up their results. Lengths are the last column. */
-static uint64_t run_shares(const Columns *columns, int num_threads, void (*work)(Share *)) {
+static uint64_t run_shares(const Columns *columns, int num_threads, void (*work)(Share *), uint64_t *sums, uint64_t num_sums) {
     const uint64_t *length = columns->column[columns->num_columns - 1];
     uint64_t total = 0, result = 0;
     for (Py_ssize_t i = 0; i < columns->num_rows; i++) total += length[i];
@@ -84,7 +87,7 @@ static uint64_t run_shares(const Columns *columns, int num_threads, void (*work)
     int started[MAX_THREADS] = {0};
     uint64_t step = (total / (uint64_t)num_threads) & ~(uint64_t)4095;
     for (int t = 0; t < num_threads; t++) {
-        shares[t] = (Share){columns, step * (uint64_t)t, t + 1 == num_threads ? total : step * (uint64_t)(t + 1), 0, work};
+        shares[t] = (Share){columns, step * (uint64_t)t, t + 1 == num_threads ? total : step * (uint64_t)(t + 1), sums, num_sums, 0, work};
         if (t > 0) started[t] = pthread_create(&threads[t], NULL, share_run, &shares[t]) == 0;
     }
     work(&shares[0]);
@@ -96,6 +99,31 @@ static uint64_t run_shares(const Columns *columns, int num_threads, void (*work)
     return result;
 }
 
+typedef uint64_t Pair __attribute__((vector_size(16))); /* what every 64-bit machine has registers for */
+
+static inline Pair load_pair(const unsigned char *src) {
+    Pair pair;
+    memcpy(&pair, src, sizeof pair);
+    return pair;
+}
+
+static inline void store_pair(unsigned char *dst, Pair pair) { memcpy(dst, &pair, sizeof pair); }
+
+/* memcpy() writes the ends of a short row twice, which costs the processor its streaming of whole lines: rows of a few
+ * kilobytes then move at a third of the speed (measured). A plain loop writes every line once, in order. */
+#define SHORT_ROW ((uint64_t)64 << 10)
+static inline void copy_row(unsigned char *restrict dst, const unsigned char *restrict src, uint64_t size) {
+    if (size >= SHORT_ROW) {
+        memcpy(dst, src, (size_t)size);
+        return;
+    }
+    for (; size >= 64; size -= 64, src += 64, dst += 64) {
+        Pair first = load_pair(src), second = load_pair(src + 16), third = load_pair(src + 32), fourth = load_pair(src + 48);
+        store_pair(dst, first), store_pair(dst + 16, second), store_pair(dst + 32, third), store_pair(dst + 48, fourth);
+    }
+    memcpy(dst, src, (size_t)size);
+}
+
 static void copy_share(Share *share) {
     const uint64_t *dst = share->columns->column[0], *src = share->columns->column[1], *length = share->columns->column[2];
     uint64_t position = 0;
@@ -103,7 +131,7 @@ static void copy_share(Share *share) {
         if (position + length[i] <= share->begin) continue;
         uint64_t from = position < share->begin ? share->begin - position : 0;
         uint64_t to = position + length[i] > share->end ? share->end - position : length[i];
-        memcpy((void *)(uintptr_t)(dst[i] + from), (const void *)(uintptr_t)(src[i] + from), (size_t)(to - from));
+        copy_row((unsigned char *)(uintptr_t)(dst[i] + from), (const unsigned char *)(uintptr_t)(src[i] + from), to - from);
         share->result += to - from;
     }
 }
@@ -121,7 +149,6 @@ static void copy_share(Share *share) {
 #define ROWS 256
 #define ROW_BYTES ((uint64_t)(8 * COLUMNS))
 #define BLOCK_BYTES (ROW_BYTES * ROWS)
-typedef uint64_t Pair __attribute__((vector_size(16))); /* what every 64-bit machine has registers for */
 static uint64_t alpha[COLUMNS], beta[COLUMNS], gamma_[COLUMNS];
 
 static uint64_t mix(uint64_t x) { /* SplitMix64 */
@@ -152,18 +179,14 @@ typedef struct {
     Pair sum, rising, upper;
 } Sums;
 
-static inline Pair load_pair(const unsigned char *src) {
-    Pair pair;
-    memcpy(&pair, src, sizeof pair);
-    return pair;
-}
-
-static inline void store_pair(unsigned char *dst, Pair pair) { memcpy(dst, &pair, sizeof pair); }
-
 static inline __attribute__((always_inline)) void add_pair(Sums *sums, Pair pair) {
     sums->sum += pair;
     sums->rising += sums->sum;
     sums->upper += pair >> 32;
+}
+
+static inline __attribute__((always_inline)) void take_sums(Sums *to, const Sums *from) {
+    to->sum = from->sum, to->rising = from->rising, to->upper = from->upper;
 }
 
 static uint64_t weigh(const Sums *sums, int pair, uint64_t below) {
@@ -175,64 +198,100 @@ static uint64_t weigh(const Sums *sums, int pair, uint64_t below) {
     return total;
 }
 
-/* `num_rows` whole rows inside one block, copied to `dst` on the way unless it is NULL. */
-static inline __attribute__((always_inline)) uint64_t digest_rows(unsigned char *restrict dst, const unsigned char *restrict src, uint64_t num_rows, uint64_t position) {
-    Sums a = {{0}, {0}, {0}}, b = a, c = a, d = a;
-    uint64_t below = ROWS - position / ROW_BYTES % ROWS - num_rows; /* rows of the block after these */
+/* A digest under way. Rows that follow each other inside a block are summed up together, also when they come one by one:
+ * weighing the sums costs as much as copying a kilobyte. */
+typedef struct {
+    Sums pairs[4];
+    uint64_t begin, end; /* positions of the rows that are summed up but not weighed */
+    uint64_t total;
+} Digest;
+
+static void digest_weigh(Digest *digest) {
+    if (digest->end > digest->begin) {
+        uint64_t below = ROWS - (digest->end - 1) / ROW_BYTES % ROWS - 1; /* rows of the block after these */
+        uint64_t sum = 0;
+        for (int pair = 0; pair < 4; pair++) sum += weigh(&digest->pairs[pair], pair, below);
+        digest->total += sum * block_weight(digest->begin / BLOCK_BYTES);
+        memset(digest->pairs, 0, sizeof digest->pairs);
+    }
+    digest->begin = digest->end;
+}
+
+/* `num_rows` whole rows inside one block, copied to `dst` on the way if `copying`. */
+static inline __attribute__((always_inline)) void digest_rows(Digest *digest, int copying, unsigned char *restrict dst, const unsigned char *restrict src, uint64_t num_rows) {
+    Sums a, b, c, d; /* taken over field by field: compilers then keep them in registers */
+    take_sums(&a, &digest->pairs[0]), take_sums(&b, &digest->pairs[1]), take_sums(&c, &digest->pairs[2]), take_sums(&d, &digest->pairs[3]);
     for (uint64_t i = 0; i < num_rows; i++, src += ROW_BYTES) {
         Pair first = load_pair(src), second = load_pair(src + 16), third = load_pair(src + 32), fourth = load_pair(src + 48);
-        if (dst) {
+        if (copying) {
             store_pair(dst, first), store_pair(dst + 16, second), store_pair(dst + 32, third), store_pair(dst + 48, fourth);
             dst += ROW_BYTES;
         }
         add_pair(&a, first), add_pair(&b, second), add_pair(&c, third), add_pair(&d, fourth);
     }
-    return (weigh(&a, 0, below) + weigh(&b, 1, below) + weigh(&c, 2, below) + weigh(&d, 3, below)) * block_weight(position / BLOCK_BYTES);
+    take_sums(&digest->pairs[0], &a), take_sums(&digest->pairs[1], &b), take_sums(&digest->pairs[2], &c), take_sums(&digest->pairs[3], &d);
 }
 
-/* Digest of `size` bytes that lie at byte `position` of the digest's space, copied to `dst` on the way unless it is NULL. */
-static inline __attribute__((always_inline)) uint64_t digest_run(unsigned char *restrict dst, const unsigned char *restrict src, uint64_t size, uint64_t position) {
-    uint64_t sum = 0;
+/* `size` bytes that lie at byte `position` of the digest's space, copied to `dst` on the way if `copying`. */
+static inline __attribute__((always_inline)) void digest_run(Digest *digest, int copying, unsigned char *restrict dst, const unsigned char *restrict src, uint64_t size, uint64_t position) {
     while (size > 0) {
         uint64_t step;
         if (position % ROW_BYTES == 0 && size >= ROW_BYTES) {
+            if (position != digest->end || position % BLOCK_BYTES == 0) {
+                digest_weigh(digest);
+                digest->begin = digest->end = position;
+            }
             uint64_t left = BLOCK_BYTES - position % BLOCK_BYTES;
             step = (size < left ? size : left) & ~(ROW_BYTES - 1);
-            sum += digest_rows(dst, src, step / ROW_BYTES, position);
+            digest_rows(digest, copying, dst, src, step / ROW_BYTES);
+            digest->end += step;
         } else {
             uint64_t skip = position % 8, word = 0;
             step = 8 - skip < size ? 8 - skip : size;
             memcpy((unsigned char *)&word + skip, src, (size_t)step); /* little-endian hosts only, as weft's files are */
-            if (dst) memcpy(dst, src, (size_t)step);
-            sum += digest_word(word, position - skip);
+            if (copying) memcpy(dst, src, (size_t)step);
+            digest->total += digest_word(word, position - skip);
         }
         src += step, position += step, size -= step;
-        if (dst) dst += step;
+        if (copying) dst += step;
     }
-    return sum;
 }
 
 static void digest_share(Share *share) {
     const uint64_t *address = share->columns->column[0], *where = share->columns->column[1], *length = share->columns->column[2];
     uint64_t position = 0;
+    Digest digest;
+    memset(&digest, 0, sizeof digest);
     for (Py_ssize_t i = 0; i < share->columns->num_rows && position < share->end; position += length[i], i++) {
         if (position + length[i] <= share->begin) continue;
         uint64_t from = position < share->begin ? share->begin - position : 0;
         uint64_t to = position + length[i] > share->end ? share->end - position : length[i];
-        share->result += digest_run(NULL, (const unsigned char *)(uintptr_t)(address[i] + from), to - from, where[i] + from);
+        digest_run(&digest, 0, NULL, (const unsigned char *)(uintptr_t)(address[i] + from), to - from, where[i] + from);
     }
+    digest_weigh(&digest);
+    share->result = digest.total;
 }
 
-/* Copy and digest in one pass: the digest hides behind the memory traffic of the copy. */
+/* Copy and digest in one pass: the digest hides behind the memory traffic of the copy. Rows belong to groups (receivers),
+ * each with a sum of its own, so that rows of several receivers can be copied in the order of their sources. */
 static void copy_digest_share(Share *share) {
-    const uint64_t *dst = share->columns->column[0], *src = share->columns->column[1], *where = share->columns->column[2], *length = share->columns->column[3];
+    const uint64_t *dst = share->columns->column[0], *src = share->columns->column[1], *where = share->columns->column[2];
+    const uint64_t *group = share->columns->column[3], *length = share->columns->column[4];
     uint64_t position = 0;
+    Digest *digests = (Digest *)aligned_alloc(_Alignof(Digest), share->num_sums * sizeof(Digest));
+    if (!digests) return; /* the sums stay wrong, which is noticed */
+    memset(digests, 0, share->num_sums * sizeof(Digest));
     for (Py_ssize_t i = 0; i < share->columns->num_rows && position < share->end; position += length[i], i++) {
-        if (position + length[i] <= share->begin) continue;
+        if (position + length[i] <= share->begin || group[i] >= share->num_sums) continue;
         uint64_t from = position < share->begin ? share->begin - position : 0;
         uint64_t to = position + length[i] > share->end ? share->end - position : length[i];
-        share->result += digest_run((unsigned char *)(uintptr_t)(dst[i] + from), (const unsigned char *)(uintptr_t)(src[i] + from), to - from, where[i] + from);
+        digest_run(&digests[group[i]], 1, (unsigned char *)(uintptr_t)(dst[i] + from), (const unsigned char *)(uintptr_t)(src[i] + from), to - from, where[i] + from);
     }
+    for (uint64_t g = 0; g < share->num_sums; g++) {
+        digest_weigh(&digests[g]);
+        __atomic_fetch_add(&share->sums[g], digests[g].total, __ATOMIC_RELAXED);
+    }
+    free(digests);
 }
 
 /* The functions all look alike: columns, then the number of threads. */
@@ -249,7 +308,7 @@ static PyObject *run(PyObject *args, int num_columns, void (*work)(Share *)) {
     if (columns_get(&columns, objects, num_columns) < 0) return NULL;
     uint64_t result;
     Py_BEGIN_ALLOW_THREADS
-    result = run_shares(&columns, num_threads, work);
+    result = run_shares(&columns, num_threads, work, NULL, 0);
     Py_END_ALLOW_THREADS
     columns_release(&columns);
     return PyLong_FromUnsignedLongLong(result);
@@ -267,7 +326,22 @@ static PyObject *native_digest(PyObject *self, PyObject *args) {
 
 static PyObject *native_copy_digest(PyObject *self, PyObject *args) {
     (void)self;
-    return run(args, 4, copy_digest_share);
+    PyObject *objects[5], *into;
+    int num_threads;
+    if (!PyArg_ParseTuple(args, "OOOOOOi:copy_digest", &objects[0], &objects[1], &objects[2], &objects[3], &objects[4], &into, &num_threads)) return NULL;
+    Py_buffer sums;
+    if (PyObject_GetBuffer(into, &sums, PyBUF_C_CONTIGUOUS | PyBUF_WRITABLE) < 0) return NULL;
+    Columns columns;
+    if (columns_get(&columns, objects, 5) < 0) {
+        PyBuffer_Release(&sums);
+        return NULL;
+    }
+    Py_BEGIN_ALLOW_THREADS
+    run_shares(&columns, num_threads, copy_digest_share, (uint64_t *)sums.buf, (uint64_t)sums.len / 8);
+    Py_END_ALLOW_THREADS
+    columns_release(&columns);
+    PyBuffer_Release(&sums);
+    Py_RETURN_NONE;
 }
 
 /* process_vm_writev over many rows: at most 1024 rows and 1 GiB a call, short writes continued. Returns bytes written;
@@ -353,7 +427,7 @@ static PyMethodDef methods[] = {
     {"arrived", native_arrived, METH_VARARGS, "arrived(cells address, number of cells, tag) -> bytes"},
     {"copy", native_copy, METH_VARARGS, "copy(dst, src, length, num_threads) -> bytes copied"},
     {"digest", native_digest, METH_VARARGS, "digest(address, position, length, num_threads) -> 64-bit sum"},
-    {"copy_digest", native_copy_digest, METH_VARARGS, "copy_digest(dst, src, position, length, num_threads) -> 64-bit sum"},
+    {"copy_digest", native_copy_digest, METH_VARARGS, "copy_digest(dst, src, position, group, length, sums, num_threads): adds to sums[group]"},
     {"write_process", native_write_process, METH_VARARGS, "write_process(pid, dst, src, length) -> bytes written"},
     {NULL, NULL, 0, NULL},
 };

@@ -68,10 +68,27 @@ def digest(address: Column, position: Column, length: Column, *, num_threads: in
 
 def copy_digest(dst: Column, src: Column, position: Column, length: Column, *, num_threads: int = 1) -> int:
     """Copy and digest in one pass, as fast as copying alone; returns the digest of what was copied."""
+    group = np.zeros_like(length)
+    return copy_digests(dst, src, position, group, length, num_groups=1, num_threads=num_threads)[0]
+
+
+def copy_digests(
+    dst: Column,
+    src: Column,
+    position: Column,
+    group: Column,
+    length: Column,
+    *,
+    num_groups: int,
+    num_threads: int = 1,
+) -> list[int]:
+    """Copy and digest rows of several groups in the order given; returns the digest of each group."""
+    sums = np.zeros(num_groups, dtype=np.uint64)
     if _native is not None:
-        return int(_native.copy_digest(dst, src, position, length, num_threads))
+        _native.copy_digest(dst, src, position, group, length, sums, num_threads)
+        return [int(total) for total in sums]
     copy(dst, src, length)
-    return digest(src, position, length)
+    return [digest(src[group == g], position[group == g], length[group == g]) for g in range(num_groups)]
 
 
 def digest_bytes(data: NDArray[np.uint8], position: int) -> int:

@@ -36,10 +36,12 @@ pytestmark = [
 
 START_S = 120.0
 """For a vLLM process to start and answer; a quiet machine needs a tenth."""
-ANSWER_S = 30.0
-STALE_AFTER_TOKENS = 200
-"""Longer than a block of vLLM's prefix cache (128 tokens on CPU): old keys and values would show."""
-PROMPTS = ([1, 2, 3, 4], [5, 6, 7], [9] * 7, list(range(STALE_AFTER_TOKENS)))
+WAIT_S = 30.0
+"""For anything weft does, inside a process."""
+ANSWER_S = 3 * WAIT_S
+"""For a process to answer: longer than it waits itself, so that it can say what it waited for."""
+PROMPTS = ([1, 2, 3, 4], [5, 6, 7], [9] * 7, list(range(200)))
+"""The last is longer than a block of vLLM's prefix cache (128 tokens on CPU): stale keys and values would show."""
 NUM_TOKENS = 16
 SHAPE = {
     "vocab_size": 512,
@@ -162,7 +164,7 @@ def _live_engine(pipe: Any, path: Path, tied: bool, address: str) -> None:
     with weft.Receiver(address, rank=0, weights=weft.weights_of(engine.model)) as receiver:
         while True:
             update = receiver.poll()
-            if update is not None and update.commit(ANSWER_S):
+            if update is not None and update.commit(WAIT_S):
                 engine.forget()
             if pipe.poll(0.001):
                 if pipe.recv() is None:
@@ -173,14 +175,14 @@ def _live_engine(pipe: Any, path: Path, tied: bool, address: str) -> None:
 def _trainer(pipe: Any, address: str, checkpoints: dict[str, dict[str, np.ndarray]]) -> None:
     arrays = {name: np.zeros_like(value) for name, value in checkpoints["A"].items()}
     weights = weft.Weights.from_arrays(arrays)
-    with weft.Sender(address, rank=0, weights=weights, timeout_s=ANSWER_S) as sender:
+    with weft.Sender(address, rank=0, weights=weights, timeout_s=WAIT_S) as sender:
         while (request := _next_request(pipe)) is not None:
             version, checkpoint = request
             for name, value in checkpoints[checkpoint].items():
                 arrays[name][...] = value
             publication = sender.publish(version=version)
-            publication.wait_released(ANSWER_S)
-            publication.wait_committed(ANSWER_S)
+            publication.wait_released(WAIT_S)
+            publication.wait_committed(WAIT_S)
             pipe.send("committed")
 
 
@@ -214,9 +216,9 @@ class Process:
     def close(self) -> None:
         with contextlib.suppress(OSError):  # it has ended already
             self._pipe.send(None)
-        self._process.join(ANSWER_S)
+        self._process.join(WAIT_S)
         self._process.kill()
-        self._process.join(ANSWER_S)
+        self._process.join(WAIT_S)
         self._process.close()
         self._pipe.close()
 
@@ -258,7 +260,7 @@ class Scene:
 @pytest.fixture(params=[False, True], ids=["untied", "tied"])
 def scene(request, tmp_path) -> Iterator[Scene]:
     tied = request.param
-    settings = weft.TransferSettings(mode="in_place", silence_s=20.0, version_s=ANSWER_S)
+    settings = weft.TransferSettings(mode="in_place", silence_s=20.0, version_s=WAIT_S)
     with ExitStack() as stack:
         controller = stack.enter_context(weft.Controller(num_trainers=1, num_engine_ranks=1, settings=settings))
         engine = _started(stack, _live_engine, tmp_path / "live", tied, controller.address)
@@ -267,7 +269,7 @@ def scene(request, tmp_path) -> Iterator[Scene]:
         values = {name: look.values for name, look in fresh.items()}
         trainer = _started(stack, _trainer, controller.address, values)
         loaded = engine.answer(START_S)
-        assert controller.wait_planned(ANSWER_S)
+        assert controller.wait_planned(WAIT_S)
         yield Scene(controller=controller, trainer=trainer, engine=engine, loaded=loaded, fresh=fresh)
 
 

@@ -154,7 +154,7 @@ class Parts:
         runs = route_runs(plan, np.searchsorted(plan.first, routes, side="right") - 1)
         shard_address = _shard_addresses(plan, self._trainers[trainer], self._from[trainer])
         address, position = _destinations(plan, engine, self._engines[engine], self._to[engine])
-        order = np.argsort(position[runs.dst] + runs.dst_offset, kind="stable")
+        order = np.argsort(shard_address[runs.shard] + runs.src_offset, kind="stable")
         columns = (
             shard_address[runs.shard] + runs.src_offset,
             address[runs.dst] + runs.dst_offset,

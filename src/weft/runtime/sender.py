@@ -203,24 +203,27 @@ class Sender:
     def _write_all(self, publication: Publication, go: Go) -> Written:
         """Write to every engine rank that takes part; one that cannot be reached does not stop the others."""
         deadline = time.monotonic() + self._control.settings.version_s
-        parts, losses = [], []
-        posted = []
-        for prepared in self._prepared:
-            if prepared.engine not in go.engines:
-                continue
-            if prepared.batch is None:
-                losses.append(Loss(engine=prepared.engine, reason=prepared.obstacle))
-                continue
-            ticket = self._transports[prepared.transport].post(prepared.batch, tag=go.version + 1)
-            posted.append((prepared.engine, ticket))
-            publication._tickets.append(ticket)
-        for engine, ticket in posted:
+        parts: list[Part] = []
+        losses: list[Loss] = []
+        for engine, ticket in self._post(publication, go, losses):
             try:
                 done = ticket.wait(max(deadline - time.monotonic(), 0.0))
                 parts.append(Part(trainer=self._rank, engine=engine, num_bytes=done.num_bytes, digest=done.digest))
             except TransportError as error:
                 losses.append(Loss(engine=engine, reason=str(error)))
         return Written(version=go.version, parts=parts, losses=losses)
+
+    def _post(self, publication: Publication, go: Go, losses: list[Loss]) -> list[tuple[int, Ticket]]:
+        """Start all writes, those over one transport together."""
+        posted = []
+        wanted = [prepared for prepared in self._prepared if prepared.engine in go.engines]
+        losses += [Loss(engine=p.engine, reason=p.obstacle) for p in wanted if p.batch is None]
+        for name in sorted({prepared.transport for prepared in wanted}):
+            mine = [(p.engine, p.batch) for p in wanted if p.transport == name and p.batch is not None]
+            tickets = self._transports[name].post_all([batch for _, batch in mine], tag=go.version + 1)
+            publication._tickets += tickets
+            posted += [(engine, ticket) for (engine, _), ticket in zip(mine, tickets, strict=True)]
+        return posted
 
     def join_message(self) -> Join | None:
         """How to join; not while a write is under way, which a new controller would not know of."""

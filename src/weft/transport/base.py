@@ -308,11 +308,18 @@ class Transport(abc.ABC, Generic[AnyPeer]):
 
     def post(self, batch: Batch, tag: int) -> Ticket:
         """Start writing a batch; the target counts its bytes under `tag` as they land."""
+        self._check_tag(tag)
+        cancelled = threading.Event()
+        return Ticket(self._writer.submit(self._write, batch, tag, cancelled), batch, tag, cancelled)
+
+    def _check_tag(self, tag: int) -> None:
         self._check_open()
         if not 0 < tag <= MAX_TAG:
             raise TransportError(f"tag {tag} is out of range", hint=f"1 to {MAX_TAG}")
-        cancelled = threading.Event()
-        return Ticket(self._writer.submit(self._write, batch, tag, cancelled), batch, tag, cancelled)
+
+    def post_all(self, batches: Sequence[Batch], tag: int) -> list[Ticket]:
+        """Start writing batches to several peers; a transport may mix them where that is faster."""
+        return [self.post(batch, tag) for batch in batches]
 
     @abc.abstractmethod
     def _write(self, batch: Batch, tag: int, cancelled: threading.Event) -> Written:

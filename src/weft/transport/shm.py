@@ -10,7 +10,9 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+import threading
 from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 
 import msgspec
@@ -18,10 +20,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 from weft import native
-from weft.errors import PeerLost, RegistrationError
-from weft.transport.base import MAX_WRITERS, Batch, Capabilities, Descriptor, Endpoint, Memory, Ranges
-from weft.transport.chunked import ChunkedTransport
+from weft.errors import PeerLost, RegistrationError, TransportError
+from weft.transport.base import (
+    MAX_WRITERS,
+    Batch,
+    Capabilities,
+    Descriptor,
+    Endpoint,
+    Memory,
+    Ranges,
+    Ticket,
+    Written,
+)
+from weft.transport.chunked import CHUNK_BYTES, ChunkedTransport
 from weft.transport.host import CELL_BYTES, LivingProcess, ProcessIdentity
+from weft.transport.together import Chunk, together
 
 
 class SharedMemory:
@@ -101,6 +114,8 @@ class ShmTransport(ChunkedTransport[_Peer]):
         super().__init__(member, writer=writer, num_threads=num_threads)
         self._cells = SharedMemory(MAX_WRITERS * CELL_BYTES)
         self._memories: list[SharedMemory] = []
+        self._together: dict[tuple[int, ...], tuple[tuple[Batch, ...], list[Chunk]]] = {}
+        """The batches that were posted together last, and their rows in one sequence."""
 
     @property
     def endpoint(self) -> Endpoint:
@@ -162,6 +177,69 @@ class ShmTransport(ChunkedTransport[_Peer]):
         starts, _ = peer.ranges.columns()
         shift = np.array([peer.shift[int(start)] for start in starts], dtype=np.int64)
         return replace(batch, dst=(batch.dst.astype(np.int64) + shift[at]).astype(np.uint64))
+
+    def post_all(self, batches: Sequence[Batch], tag: int) -> list[Ticket]:
+        """Everything is mapped here, so rows of all peers are copied in the order of their sources."""
+        if len(batches) < 2:
+            return super().post_all(batches, tag)
+        self._check_tag(tag)
+        key = tuple(id(batch) for batch in batches)
+        if key not in self._together:
+            self._together = {key: (tuple(batches), together(batches, CHUNK_BYTES))}
+        futures: list[Future[Written]] = [Future() for _ in batches]
+        cancelled = threading.Event()
+        self._writer.submit(self._write_together, *self._together[key], tag, futures, cancelled)
+        return [Ticket(future, batch, tag, cancelled) for future, batch in zip(futures, batches, strict=True)]
+
+    def _write_together(
+        self,
+        batches: Sequence[Batch],
+        chunks: Sequence[Chunk],
+        tag: int,
+        futures: Sequence[Future[Written]],
+        cancelled: threading.Event,
+    ) -> None:
+        """Copy chunk by chunk. A peer that is gone does not stop the others: its memory is still mapped here."""
+        written, digests = [0] * len(batches), [0] * len(batches)
+        try:
+            peers = [self._known(batch.peer) for batch in batches]
+            for peer in peers:
+                self._announce(peer, tag)
+            for chunk in chunks:
+                if cancelled.is_set():
+                    raise TransportError("writing was stopped")
+                for number, digest in enumerate(self._copy(chunk, len(batches))):
+                    digests[number] += digest
+                    written[number] += chunk.num_bytes[number]
+                    if chunk.num_bytes[number]:
+                        self._count(peers[number], tag, chunk.num_bytes[number])
+        except Exception as error:  # reported by the tickets
+            failure = error if isinstance(error, TransportError) else TransportError(f"writing failed: {error}")
+            for future in futures:
+                future.set_exception(failure)
+            return
+        for peer, batch, future, done, digest in zip(peers, batches, futures, written, digests, strict=True):
+            if peer.process.has_ended:
+                gone = (
+                    f"{batch.peer} (process {peer.process.pid}) has ended ({done} of {batch.num_bytes} bytes written)"
+                )
+                future.set_exception(PeerLost(gone))
+            else:
+                future.set_result(Written(num_bytes=done, digest=digest & ((1 << 64) - 1)))
+
+    def _copy(self, chunk: Chunk, num_groups: int) -> list[int]:
+        if chunk.position is None:
+            native.copy(chunk.dst, chunk.src, chunk.length, num_threads=self._num_threads)
+            return [0] * num_groups
+        return native.copy_digests(
+            chunk.dst,
+            chunk.src,
+            chunk.position,
+            chunk.group,
+            chunk.length,
+            num_groups=num_groups,
+            num_threads=self._num_threads,
+        )
 
     def _check_alive(self, peer: _Peer) -> None:
         peer.process.check()
