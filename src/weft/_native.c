@@ -282,10 +282,13 @@ static void copy_digest_share(Share *share) {
     if (!digests) return; /* the sums stay wrong, which is noticed */
     memset(digests, 0, share->num_sums * sizeof(Digest));
     for (Py_ssize_t i = 0; i < share->columns->num_rows && position < share->end; position += length[i], i++) {
-        if (position + length[i] <= share->begin || group[i] >= share->num_sums) continue;
+        if (position + length[i] <= share->begin) continue;
         uint64_t from = position < share->begin ? share->begin - position : 0;
         uint64_t to = position + length[i] > share->end ? share->end - position : length[i];
-        digest_run(&digests[group[i]], 1, (unsigned char *)(uintptr_t)(dst[i] + from), (const unsigned char *)(uintptr_t)(src[i] + from), to - from, where[i] + from);
+        unsigned char *into = (unsigned char *)(uintptr_t)(dst[i] + from);
+        const unsigned char *out = (const unsigned char *)(uintptr_t)(src[i] + from);
+        if (group[i] < share->num_sums) digest_run(&digests[group[i]], 1, into, out, to - from, where[i] + from);
+        else copy_row(into, out, to - from); /* digested with another group */
     }
     for (uint64_t g = 0; g < share->num_sums; g++) {
         digest_weigh(&digests[g]);

@@ -82,7 +82,10 @@ def copy_digests(
     num_groups: int,
     num_threads: int = 1,
 ) -> list[int]:
-    """Copy and digest rows of several groups in the order given; returns the digest of each group."""
+    """Copy and digest rows of several groups in the order given; returns the digest of each group.
+
+    Rows whose group is `num_groups` or more are copied without being digested.
+    """
     sums = np.zeros(num_groups, dtype=np.uint64)
     if _native is not None:
         _native.copy_digest(dst, src, position, group, length, sums, num_threads)

@@ -102,3 +102,12 @@ def test_memory_that_somebody_else_holds_is_not_moved():
         weights.rehome(transport.allocate)
     del view
     assert weights_of(net).rehome is not None
+
+
+def test_weights_moved_in_inference_mode_can_be_moved_again():
+    net = full_model()
+    with ShmTransport("engine 0") as transport:
+        with torch.inference_mode():
+            weights_of(net).rehome(transport.allocate)
+        assert not net.up.weight.is_inference()
+        assert weights_of(net).rehome is not None

@@ -107,6 +107,7 @@ class _Run:
     say: Say
     fleet: Fleet
     total: int
+    modes: tuple[str, ...] = tuple(ReceiverMode)
     version: int = 0
     copies: list[float] = field(default_factory=list)
     rates: Rates = field(default_factory=Rates)
@@ -135,7 +136,16 @@ def cases(names: tuple[str, ...], *, num_trainers: int, num_engine_ranks: int) -
     return [known[name] for name in names]
 
 
-def measure(model_name: str, wanted: list[Case], *, device: str, repeat: int, baseline: bool, say: Say) -> Report:
+def measure(
+    model_name: str,
+    wanted: list[Case],
+    *,
+    device: str,
+    repeat: int,
+    baseline: bool,
+    say: Say,
+    modes: tuple[str, ...] = tuple(ReceiverMode),
+) -> Report:
     """Run every method in every case."""
     model = load_model(model_name)
     rows: list[Row] = []
@@ -150,7 +160,7 @@ def measure(model_name: str, wanted: list[Case], *, device: str, repeat: int, ba
             device=device,
         ) as fleet:
             total = payload.total_bytes(model, num_engine_ranks=case.num_engine_ranks, num_parts=case.num_parts)
-            run = _Run(case, model, device, repeat, say, fleet, total)
+            run = _Run(case, model, device, repeat, say, fleet, total, modes)
             _run_case(run, baseline=baseline)
             rows += _finished(run)
             limits.append(rows[-len(run.rows)].gb_per_s)
@@ -169,6 +179,8 @@ def _run_case(run: _Run, *, baseline: bool) -> None:
     _copy_limit(run)
     run.rates = replace(run.rates, digest=min(run.fleet.call("trainer", "digest_rate", num_bytes=1 << 28)))
     for method in _methods(run):
+        if method.mode not in run.modes:
+            continue
         run.say(f"{run.case.name}: {method.name} over {method.transport}")
         _weft(run, method)
         _copy_limit(run)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.markup import escape
@@ -12,6 +12,7 @@ from rich.table import Table
 
 from weft.cli.case_options import Json
 from weft.cli.output import err, out, print_json, progress
+from weft.config import ReceiverMode
 from weft.devices import memory_kind
 from weft.errors import ConfigError, TransportUnavailable
 
@@ -33,46 +34,34 @@ def transfer_command(
     trainers: Annotated[int, typer.Option(min=1, max=64)] = 2,
     engine_ranks: Annotated[int, typer.Option(min=1, max=64)] = 2,
     device: Annotated[str, typer.Option(help="cpu or cuda:0.")] = "cpu",
+    mode: Annotated[list[str] | None, typer.Option(help="in_place, shadow; both by default.")] = None,
     repeat: Annotated[int, typer.Option(min=1, max=1000, help="Versions per method; medians are shown.")] = 5,
     baselines: Annotated[bool, typer.Option(help="Also measure broadcast, gather and broadcast, file.")] = True,
     as_json: Json = False,
 ) -> None:
     """Move real tensor shapes between real processes by every method, verify every byte, compare with the limits."""
-    measure_transfer = _load()
+    cases, measure = _load()
+    modes = tuple(mode or ReceiverMode)
+    if not set(modes) <= set(ReceiverMode):
+        raise ConfigError(f"unknown mode `{modes[0]}`", hint=f"use {' or '.join(ReceiverMode)}")
+    wanted = cases(tuple(case or ("tp", "replicas")), num_trainers=trainers, num_engine_ranks=engine_ranks)
     if memory_kind(device) != "cpu":
         _check_cuda()
     logging.disable(logging.WARNING)  # members that leave are no news here
     with progress() as say:
-        told = _tell(say)
-        report = measure_transfer(
-            model, tuple(case or ("tp", "replicas")), trainers, engine_ranks, device, repeat, baselines, told
-        )
+        report = measure(model, wanted, device=device, repeat=repeat, baseline=baselines, say=_tell(say), modes=modes)
     if as_json:
         print_json(report.to_json())
     else:
         _show(report)
 
 
-def _load() -> Callable[..., Report]:
+def _load() -> tuple[Callable[..., Any], Callable[..., Report]]:
     try:
         from weft.bench.transfer import cases, measure  # noqa: PLC0415 - torch only where it is needed
     except ModuleNotFoundError as error:
         raise TransportUnavailable(f"the benchmark needs {error.name}", hint="pip install weft[bench]") from error
-
-    def run(
-        model: str,
-        names: tuple[str, ...],
-        trainers: int,
-        ranks: int,
-        device: str,
-        repeat: int,
-        baseline: bool,
-        say: Callable[[str], None],
-    ) -> Report:
-        wanted = cases(names, num_trainers=trainers, num_engine_ranks=ranks)
-        return measure(model, wanted, device=device, repeat=repeat, baseline=baseline, say=say)
-
-    return run
+    return cases, measure
 
 
 def _check_cuda() -> None:

@@ -220,6 +220,11 @@ def _nobody_else_holds(tensors: list[torch.Tensor]) -> bool:
 
 def _rehome(named: Sequence[_Named], allocate: Allocate) -> Weights:
     """Move all weights into one piece of shared memory; the tensor objects stay."""
+    with torch.inference_mode(False):  # a tensor made in inference mode could never be moved again
+        return _rehome_normally(named, allocate)
+
+
+def _rehome_normally(named: Sequence[_Named], allocate: Allocate) -> Weights:
     groups = _by_storage(named)
     if not all(_nobody_else_holds(group) for group in groups):
         raise RegistrationError("somebody else holds the memory of these weights by now", hint="use the cma transport")

@@ -38,16 +38,19 @@ class Stream:
     @classmethod
     def of(cls, source: Source) -> Stream:
         """From an engine rank's part of the plan."""
-        length = unpack(source.length)
+        address, position, length = unpack(source.address), unpack(source.position), unpack(source.length)
+        touch = (address[:-1] + length[:-1] == address[1:]) & (position[:-1] + length[:-1] == position[1:])
+        first = np.flatnonzero(np.concatenate([[True], ~touch]))  # rows that lie side by side here are one
+        length = np.add.reduceat(length, first)
         ends = np.cumsum(length)
         return cls(
             trainer=source.trainer,
             transport=source.transport,
-            address=unpack(source.address),
-            position=unpack(source.position),
+            address=address[first],
+            position=position[first],
             length=length,
             ends=ends,
-            total=int(ends[-1]) if len(ends) else 0,
+            total=int(ends[-1]),
         )
 
     def rows(self, begin: int, end: int) -> tuple[Column, Column, Column]:

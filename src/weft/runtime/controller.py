@@ -619,12 +619,10 @@ class Controller:
         commits = {engine * size + number for engine in decision.engines for number in range(size)}
         self._uncommitted |= commits & set(self._joins("engine"))
         for rank in self._joins("engine"):
-            message = Decide(
-                version=decision.version,
-                commit=rank in commits,
-                torn=transfer.was_written,
-                reason=decision.reason or "its engine was dropped",
-            )
+            message = Decide(version=decision.version, commit=True)
+            if rank not in commits:
+                reason = decision.reason or "its engine was dropped"
+                message = Decide(version=decision.version, commit=False, torn=transfer.was_written, reason=reason)
             self._send(f"engine {rank}", message)
         if decision.commit:
             self._finish()

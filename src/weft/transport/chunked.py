@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from weft.errors import TransportError
 from weft.transport.base import Batch, Peer, Transport, Written, split_batch
 
-CHUNK_BYTES = 4 << 20
+CHUNK_BYTES = 16 << 20
 AnyPeer = TypeVar("AnyPeer", bound=Peer)
 
 

@@ -34,7 +34,10 @@ from weft.transport.base import (
 )
 from weft.transport.chunked import CHUNK_BYTES, ChunkedTransport
 from weft.transport.host import CELL_BYTES, LivingProcess, ProcessIdentity
-from weft.transport.together import Chunk, together
+from weft.transport.together import Chunk, Together, together
+
+LARGE_CHUNK_BYTES = 64 << 20
+"""Where nobody digests what has landed while the rest is on its way."""
 
 
 class SharedMemory:
@@ -114,8 +117,8 @@ class ShmTransport(ChunkedTransport[_Peer]):
         super().__init__(member, writer=writer, num_threads=num_threads)
         self._cells = SharedMemory(MAX_WRITERS * CELL_BYTES)
         self._memories: list[SharedMemory] = []
-        self._together: dict[tuple[int, ...], tuple[tuple[Batch, ...], list[Chunk]]] = {}
-        """The batches that were posted together last, and their rows in one sequence."""
+        self._together: dict[tuple[int, ...], Together] = {}
+        """What was posted together last."""
 
     @property
     def endpoint(self) -> Endpoint:
@@ -185,27 +188,24 @@ class ShmTransport(ChunkedTransport[_Peer]):
         self._check_tag(tag)
         key = tuple(id(batch) for batch in batches)
         if key not in self._together:
-            self._together = {key: (tuple(batches), together(batches, CHUNK_BYTES))}
+            is_digested = batches[0].position is not None
+            self._together = {key: together(batches, CHUNK_BYTES if is_digested else LARGE_CHUNK_BYTES)}
         futures: list[Future[Written]] = [Future() for _ in batches]
         cancelled = threading.Event()
-        self._writer.submit(self._write_together, *self._together[key], tag, futures, cancelled)
+        self._writer.submit(self._write_together, self._together[key], tag, futures, cancelled)
         return [Ticket(future, batch, tag, cancelled) for future, batch in zip(futures, batches, strict=True)]
 
     def _write_together(
-        self,
-        batches: Sequence[Batch],
-        chunks: Sequence[Chunk],
-        tag: int,
-        futures: Sequence[Future[Written]],
-        cancelled: threading.Event,
+        self, job: Together, tag: int, futures: Sequence[Future[Written]], cancelled: threading.Event
     ) -> None:
         """Copy chunk by chunk. A peer that is gone does not stop the others: its memory is still mapped here."""
+        batches = job.batches
         written, digests = [0] * len(batches), [0] * len(batches)
         try:
             peers = [self._known(batch.peer) for batch in batches]
             for peer in peers:
                 self._announce(peer, tag)
-            for chunk in chunks:
+            for chunk in job.chunks:
                 if cancelled.is_set():
                     raise TransportError("writing was stopped")
                 for number, digest in enumerate(self._copy(chunk, len(batches))):
@@ -218,6 +218,7 @@ class ShmTransport(ChunkedTransport[_Peer]):
             for future in futures:
                 future.set_exception(failure)
             return
+        digests = [digests[twin] for twin in job.twin]
         for peer, batch, future, done, digest in zip(peers, batches, futures, written, digests, strict=True):
             if peer.process.has_ended:
                 gone = (

@@ -8,12 +8,16 @@ the order of the source reads everything once, in order. Measured with rows of 5
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from weft.transport.base import Batch, Column, cut_rows
+
+ROW_BYTES = 32 << 10
+"""Longest row: what goes to several replicas is read from memory once and from the cache for the others."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,18 +28,38 @@ class Chunk:
     src: Column
     position: Column | None
     group: Column
-    """Which of the batches a row belongs to."""
+    """Which of the batches a row is digested for; the number of batches: for none."""
     length: Column
     num_bytes: tuple[int, ...]
     """Of each batch."""
 
 
-def together(batches: Sequence[Batch], chunk_bytes: int) -> list[Chunk]:
-    """All rows of all batches in the order of their sources, in chunks of about that size.
+@dataclass(frozen=True, kw_only=True)
+class Together:
+    """Batches as one sequence of rows."""
 
-    Rows of one batch keep their order as long as it is that of their sources; receivers count on it.
-    """
-    rows = [cut_rows(batch, chunk_bytes) for batch in batches]
+    batches: tuple[Batch, ...]
+    chunks: tuple[Chunk, ...]
+    twin: tuple[int, ...]
+    """For each batch one with the same bytes at the same positions, which is digested for both: replicas."""
+
+
+def together(batches: Sequence[Batch], chunk_bytes: int) -> Together:
+    """All rows of all batches in the order of their sources, in chunks of about that size."""
+    twin = [next(i for i in range(number + 1) if _same(batches[i], batches[number])) for number in range(len(batches))]
+    chunks = _chunks(batches, np.array(twin), chunk_bytes)
+    return Together(batches=tuple(batches), chunks=tuple(chunks), twin=tuple(twin))
+
+
+def _same(a: Batch, b: Batch) -> bool:
+    """Whether two batches read the same bytes for the same positions."""
+    pairs = ((a.src, b.src), (a.length, b.length), (a.position, b.position))
+    return all(x is y or (x is not None and y is not None and np.array_equal(x, y)) for x, y in pairs)
+
+
+def _chunks(batches: Sequence[Batch], twin: NDArray[np.int64], chunk_bytes: int) -> Iterator[Chunk]:
+    """Rows of one batch keep their order as long as it is that of their sources; receivers count on it."""
+    rows = [cut_rows(batch, ROW_BYTES) for batch in batches]
     columns = {name: np.concatenate([getattr(part, name) for part in rows]) for name in ("src", "dst", "length")}
     group = np.repeat(np.arange(len(rows), dtype=np.uint64), [part.num_rows for part in rows])
     order = np.argsort(columns["src"], kind="stable")
@@ -45,17 +69,14 @@ def together(batches: Sequence[Batch], chunk_bytes: int) -> list[Chunk]:
     src, dst, length, group = (column[order] for column in (*columns.values(), group))
     number = (np.cumsum(length) - np.uint64(1)) // np.uint64(chunk_bytes)
     borders = [0, *(np.flatnonzero(np.diff(number)) + 1).tolist(), len(length)]
-    chunks = []
+    is_twin = twin != np.arange(len(twin))
     for a, b in itertools.pairwise(borders):
         counts = np.bincount(group[a:b].astype(np.int64), weights=length[a:b], minlength=len(rows))
-        chunks.append(
-            Chunk(
-                dst=dst[a:b],
-                src=src[a:b],
-                position=None if position is None else position[a:b],
-                group=group[a:b],
-                length=length[a:b],
-                num_bytes=tuple(int(count) for count in counts),
-            )
+        yield Chunk(
+            dst=dst[a:b],
+            src=src[a:b],
+            position=None if position is None else position[a:b],
+            group=np.where(is_twin[group[a:b].astype(np.int64)], np.uint64(len(twin)), group[a:b]),
+            length=length[a:b],
+            num_bytes=tuple(int(count) for count in counts),
         )
-    return chunks
