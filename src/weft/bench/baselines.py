@@ -41,17 +41,18 @@ def _gathered(parameter: torch.Tensor, groups: Groups) -> torch.Tensor | None:
     """A full tensor on trainer 0 (None elsewhere), gathered from its row shards."""
     if not isinstance(parameter, DTensor):
         return parameter.data if dist.get_rank() == 0 else None
-    local = parameter.to_local().contiguous().view(torch.uint8)
+    shard = parameter.to_local()
+    local = shard.reshape(shard.shape[0], -1).view(torch.uint8)
     rows = parameter.shape[0]
     per_rank = -(-rows // groups.num_trainers)
-    padded = torch.zeros((per_rank, *local.shape[1:]), dtype=torch.uint8)
+    padded = torch.zeros((per_rank, local.shape[1]), dtype=torch.uint8)
     padded[: local.shape[0]] = local
     if dist.get_rank() != 0:
         dist.gather(padded, dst=0, group=groups.trainers)
         return None
     parts = [torch.empty_like(padded) for _ in range(groups.num_trainers)]
     dist.gather(padded, parts, dst=0, group=groups.trainers)
-    return torch.cat(parts)[:rows].contiguous().view(parameter.dtype)
+    return torch.cat(parts)[:rows].view(parameter.dtype).reshape(parameter.shape)
 
 
 def full_tensors(module: torch.nn.Module, groups: Groups) -> dict[str, torch.Tensor]:

@@ -26,7 +26,6 @@ from weft.runtime.controller import Controller
 from weft.transport.registry import is_installed
 
 Say = Callable[[str], None]
-Span = tuple[float, float]
 WARM_UP = 1
 
 
@@ -63,6 +62,8 @@ class Row:
     engine_limit_gb_per_s: float | None = None
     """What the bare engine does (kernel writes, bare NIXL), where weft uses one."""
     fraction_of_engine_limit: float | None = None
+    write_ms: float | None = None
+    """The writes alone, without what deciding the version takes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -201,8 +202,9 @@ def _methods(run: _Run) -> Iterator[_Method]:
         yield _Method("nixl", ReceiverMode.IN_PLACE, on)
 
 
-def _elapsed(spans: list[Span]) -> float:
-    return max(end for _, end in spans) - min(begin for begin, _ in spans)
+def _elapsed(spans: list[Any]) -> float:
+    """From the first begin to the last end."""
+    return max(span[1] for span in spans) - min(span[0] for span in spans)
 
 
 def _copy_limit(run: _Run) -> None:
@@ -238,7 +240,6 @@ def _weft(run: _Run, method: _Method) -> None:
         num_threads=method.num_threads,
         nixl_devices="lo" if run.device == "cpu" else "",
     )
-    engine_limit = None
     if method.transport == "cma" and not run.rates.kernel:
         run.rates = replace(run.rates, kernel=_kernel_limit(run))
     with Controller(
@@ -249,7 +250,8 @@ def _weft(run: _Run, method: _Method) -> None:
     ) as controller:
         for side in ("engine", "trainer"):
             run.fleet.call(side, "open", address=controller.address)
-        times, pauses = zip(*(_one_version(run) for _ in range(WARM_UP + run.repeat)), strict=True)
+        found = [_one_version(run) for _ in range(WARM_UP + run.repeat)][WARM_UP:]
+        times, pauses, writes = (statistics.median(column) for column in zip(*found, strict=True))
         verified = all(run.fleet.call("engine", "verify", version=run.version))
         if method.transport == "nixl":
             bare = [_elapsed(run.fleet.call("trainer", "bare_nixl", start=run.fleet.soon())) for _ in range(run.repeat)]
@@ -257,33 +259,33 @@ def _weft(run: _Run, method: _Method) -> None:
         for side in ("trainer", "engine"):
             run.fleet.call(side, "shut")
     engine_limit = {"cma": run.rates.kernel, "nixl": run.rates.nixl}.get(method.transport)
-    seconds = statistics.median(times[WARM_UP:])
     run.rows.append(
         Row(
             case=run.case.name,
             method=method.name,
             transport=method.transport,
             bytes=run.total,
-            seconds=seconds,
+            seconds=times,
             verified=verified,
             mode=method.mode,
             digest=method.digest,
-            pause_ms=statistics.median(pauses[WARM_UP:]) * 1e3,
+            pause_ms=pauses * 1e3,
+            write_ms=writes * 1e3,
             engine_limit_gb_per_s=engine_limit / 1e9 if engine_limit else None,
-            fraction_of_engine_limit=run.total / seconds / engine_limit if engine_limit else None,
+            fraction_of_engine_limit=run.total / times / engine_limit if engine_limit else None,
         )
     )
 
 
-def _one_version(run: _Run) -> tuple[float, float]:
-    """Seconds from publish to committed, and the longest pause of an engine rank."""
+def _one_version(run: _Run) -> tuple[float, float, float]:
+    """Seconds from publish to committed, the longest pause of an engine rank, the longest write of a trainer."""
     run.version += 1
     run.fleet.call("trainer", "advance")
     run.fleet.call("engine", "spoil")
     receiving = run.fleet.ask("engine", "receive")
     publishing = run.fleet.ask("trainer", "publish", version=run.version, start=run.fleet.soon())
     pauses, spans = run.fleet.answers(receiving, publishing)
-    return _elapsed(spans), max(pauses)
+    return _elapsed(spans), max(pauses), max(write_s for _, _, write_s in spans)
 
 
 def _baselines(run: _Run) -> None:

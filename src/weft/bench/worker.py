@@ -84,13 +84,14 @@ class Trainer(Member):
         """Become a weft sender."""
         self.sender = Sender(address, rank=self.setup.rank, weights=self.weights, timeout_s=WAIT_S)
 
-    def publish(self, version: int, start: float) -> tuple[float, float]:
-        """Publish at a given time and wait until every engine serves it."""
+    def publish(self, version: int, start: float) -> tuple[float, float, float]:
+        """Publish at a given time and wait until every engine serves it: begin, end, seconds of writing."""
         assert self.sender is not None
         sleep_until(start)
         began = time.monotonic()
-        self.sender.publish(version=version).wait_committed(WAIT_S)
-        return began, time.monotonic()
+        publication = self.sender.publish(version=version)
+        publication.wait_committed(WAIT_S)
+        return began, time.monotonic(), publication.write_s or 0.0
 
     def shut(self) -> None:
         """Stop being a sender."""

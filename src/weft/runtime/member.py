@@ -120,10 +120,17 @@ class ControlThread:
                 next_beat = now + self.settings.beat_s
                 self._beat(now)
             left_s = next_beat - now
-            message = self._client.receive(left_s if again_s is None else min(left_s, again_s))
+            message = self._receive(left_s if again_s is None else min(left_s, again_s))
             if message is not None:
                 self._take(message)
             again_s = self._duties.idle()
+
+    def _receive(self, timeout_s: float) -> Any:
+        """The next message. Waits of less than ZeroMQ's millisecond are slept."""
+        message = self._client.receive(0.0 if timeout_s < 1e-3 else timeout_s)
+        if message is None and 0 < timeout_s < 1e-3:
+            time.sleep(timeout_s)
+        return message
 
     def _beat(self, now: float) -> None:
         if self._must_join:

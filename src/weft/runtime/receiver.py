@@ -57,8 +57,10 @@ from weft.runtime.transports import OpenTransports
 from weft.runtime.weights import Weights
 from weft.transport.base import Transport
 
-FOLLOW_S = 0.0002
+FOLLOW_S = 0.001
 """How long to wait between looks at what has landed."""
+ARRIVING_S = 0.00005
+"""The same when everything was sent: the last bytes, or their announcement, come any moment."""
 
 
 class Update:
@@ -365,7 +367,7 @@ class Receiver:
                 what = f"{arrivals.num_bytes} of {arrivals.total_bytes} bytes arrived"
                 raise TransferTimeout(f"{what} in {self._control.settings.version_s:.1f} s")
             else:
-                return FOLLOW_S
+                return ARRIVING_S
         except WeftError as error:
             self._control.post(Failed(version=arrivals.version, reason=str(error)))
         self._arrivals, self._sent = None, None

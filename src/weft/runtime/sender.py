@@ -59,6 +59,8 @@ class Publication:
         self._error: WeftError | None = None
         self._go: Go | None = None
         self._may_write = threading.Event()
+        self.write_s: float | None = None
+        """How long the writes themselves took, once they are done."""
         self._tickets: list[Ticket] = []
 
     def wait_released(self, timeout_s: float = 60.0) -> None:
@@ -147,6 +149,7 @@ class Sender:
                 )
             self._last = version
             publication = self._publications[version] = Publication(version)
+        self._control.post(Want(version=version))
         self._writer.submit(self._send, publication)
         return publication
 
@@ -155,10 +158,9 @@ class Sender:
         return [(self._transports[p.transport], p.batch) for p in self._prepared if p.batch is not None]
 
     def _send(self, publication: Publication) -> None:
-        """On the writer thread: ask, write, report."""
+        """On the writer thread: wait for the turn, write, report."""
         self._writing = True
         try:
-            self._control.post(Want(version=publication.version))
             if not publication._may_write.wait(self._timeout_s):
                 raise TransferTimeout(
                     f"{self.member} may not write version {publication.version} after {self._timeout_s:.1f} s",
@@ -183,7 +185,9 @@ class Sender:
         """Write, and report. The report comes when nothing is being written any more, whatever happened."""
         written = Written(version=go.version, parts=[], losses=[])
         try:
+            began = time.monotonic()
             written = self._write_all(publication, go)
+            publication.write_s = time.monotonic() - began
         finally:
             self._drain(publication)
             self._control.post(written)

@@ -9,6 +9,7 @@ code.
 from __future__ import annotations
 
 import importlib
+import logging
 import threading
 import time
 import uuid
@@ -249,7 +250,9 @@ def _load() -> tuple[Any, Any]:
     """The Python binding, whichever CUDA build of it is installed; CPU memory needs no CUDA."""
     for name in _MODULES:
         try:
-            return importlib.import_module(f"{name}._api"), importlib.import_module(f"{name}._bindings")
+            found = importlib.import_module(f"{name}._api"), importlib.import_module(f"{name}._bindings")
+            logging.getLogger("nixl").setLevel(logging.WARNING)  # it greets on stdout, where data belongs
+            return found
         except ImportError:
             continue
     raise TransportUnavailable("NIXL is not installed", hint="pip install --no-deps nixl-cu13==1.5.1")
