@@ -19,7 +19,6 @@ from weft.bench import baselines, payload
 from weft.bench.fleet import Fleet
 from weft.bench.prediction import Rates, predict
 from weft.config import DigestPolicy, ReceiverMode, TransferSettings
-from weft.core.catalog import load_model
 from weft.core.model import Model
 from weft.errors import ConfigError
 from weft.runtime.controller import Controller
@@ -148,7 +147,7 @@ def measure(
     modes: tuple[str, ...] = tuple(ReceiverMode),
 ) -> Report:
     """Run every method in every case."""
-    model = load_model(model_name)
+    model = payload.load_payload(model_name)
     rows: list[Row] = []
     limits = []
     for case in wanted:

@@ -1,0 +1,70 @@
+"""`weft bench transfer` and `weft controller` as their users meet them."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+
+import numpy as np
+
+from weft import Receiver, Sender, Weights
+
+SOON_S = 60.0
+ROW_KEYS = {
+    "method",
+    "transport",
+    "bytes",
+    "seconds",
+    "gb_per_s",
+    "fraction_of_limit",
+    "predicted_s",
+    "verified",
+}
+
+
+def test_every_method_moves_every_byte():
+    """The whole benchmark on a model of a few kilobytes: one JSON object, everything verified, nothing left behind."""
+    before = sorted(os.listdir("/dev/shm"))
+    command = [sys.executable, "-m", "weft", "bench", "transfer", "--model", "smallest", "--repeat", "2", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert report["limit_gb_per_s"] > 0
+    assert report["control_ms"] > 0
+    assert all(set(row) >= ROW_KEYS for row in report["rows"])
+    moved = [row for row in report["rows"] if row["verified"] is not None]
+    assert all(row["verified"] for row in moved)
+    assert {row["transport"] for row in moved} == {"shm", "cma", "nixl", "gloo", "file"}
+    assert {row["case"] for row in moved} == {"FSDP2 → TP2", "FSDP2 → 2 replicas"}
+    assert sorted(os.listdir("/dev/shm")) == before
+
+
+def test_the_controller_command_serves_members_and_says_what_happened():
+    command = [
+        sys.executable, "-m", "weft", "controller", "--trainers", "1", "--engine-ranks", "1",
+        "--bind", "tcp://127.0.0.1:*", "--json",
+    ]  # fmt: skip
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        address = re.search(r"tcp://127.0.0.1:\d+", process.stderr.readline())
+        assert address is not None
+        source, target = {"w": np.arange(9, dtype=np.float32)}, {"w": np.zeros(9, dtype=np.float32)}
+        with (
+            Sender(address[0], rank=0, weights=Weights.from_arrays(source)) as sender,
+            Receiver(address[0], rank=0, weights=Weights.from_arrays(target)) as receiver,
+        ):
+            publication = sender.publish(version=1)
+            receiver.wait(SOON_S).commit()
+            publication.wait_committed(SOON_S)
+        process.send_signal(signal.SIGINT)
+        stdout, stderr = process.communicate(timeout=SOON_S)
+    assert process.returncode == 0, stderr
+    found = json.loads(stdout)
+    assert (found["committed"], found["num_committed"], found["num_aborted"]) == (1, 1, 0)
+    assert np.array_equal(source["w"], target["w"])
+    assert "1 links: shm (one host, CPU memory)" in stderr
+    assert "version 1 is served everywhere" in stderr
