@@ -15,7 +15,9 @@ from typing import Any
 ROOT = Path(__file__).parent.parent
 PLANNING = json.loads((ROOT / "benchmarks/results/planning.json").read_text())
 VALIDATION = json.loads((ROOT / "benchmarks/results/validation.json").read_text())
-FILES = ("README.md", "docs/validation.md")
+TRANSFER = json.loads((ROOT / "benchmarks/results/transfer.json").read_text())
+TRANSFER_GPU = json.loads((ROOT / "benchmarks/results/transfer_h200.json").read_text())
+FILES = ("README.md", "docs/validation.md", "docs/transfer.md")
 
 
 def machine() -> str:
@@ -124,7 +126,65 @@ def _figure(value: float | str) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
+def transfer() -> str:
+    """Every method of the CPU benchmark."""
+    found = TRANSFER["machine"]
+    where = f"{found['cores']} cores of {found['cpu']}, {found['memory_gib']} GiB"
+    control = f"A version of a few bytes between 2 trainers and 2 engines takes {TRANSFER['control_ms']:.1f} ms."
+    return f"{_transfer_table(TRANSFER['rows'])}\n\n{TRANSFER['model']}, BF16, measured on {where}. {control}"
+
+
+def transfer_gpu() -> str:
+    """Two processes on one GPU."""
+    found = TRANSFER_GPU["machine"]
+    rows = [{**row, "case": run["model"]} for run in TRANSFER_GPU["runs"] for row in run["rows"]]
+    return f"{_transfer_table(rows)}\n\nOne trainer and one engine process, measured on one {found['gpu']}; {found['cpu']}."
+
+
+def _transfer_table(rows: list[dict[str, Any]]) -> str:
+    header = ("case", "method", "transport", "GB", "time", "of a plain copy", "of the bare engine", "pause", "verified")
+    cells = [
+        (
+            row["case"],
+            row["method"],
+            row["transport"],
+            f"{row['bytes'] / 1e9:.2f}",
+            f"{row['seconds'] * 1e3:.0f} ms",
+            f"{row['fraction_of_limit']:.2f}",
+            "" if row["fraction_of_engine_limit"] is None else f"{row['fraction_of_engine_limit']:.2f}",
+            "" if row["pause_ms"] is None else f"{row['pause_ms']:.0f} ms",
+            {True: "yes", False: "**no**", None: ""}[row["verified"]],
+        )
+        for row in rows
+    ]
+    return table(header, cells)
+
+
+def transfer_summary() -> str:
+    """The fastest way beside the usual one."""
+    lines = []
+    for case in dict.fromkeys(row["case"] for row in TRANSFER["rows"]):
+        mine = {(row["method"], row["transport"]): row for row in TRANSFER["rows"] if row["case"] == case}
+        fast, safe = mine["weft in_place, digest off", "shm"], mine["weft in_place", "shm"]
+        usual = mine["broadcast from rank 0", "gloo"]
+        lines.append(
+            (
+                case,
+                f"{usual['bytes'] / 1e9:.2f} GB",
+                f"{usual['seconds'] * 1e3:.0f} ms",
+                f"{safe['seconds'] * 1e3:.0f} ms ({usual['seconds'] / safe['seconds']:.0f}×)",
+                f"{fast['seconds'] * 1e3:.0f} ms ({usual['seconds'] / fast['seconds']:.0f}×)",
+                f"{fast['fraction_of_limit']:.2f}",
+            )
+        )
+    header = ("case", "moved", "Gloo broadcast", "weft, verified", "weft, digest off", "of a plain copy")
+    return table(header, lines)
+
+
 BLOCKS = {
+    "transfer": transfer,
+    "transfer-gpu": transfer_gpu,
+    "transfer-summary": transfer_summary,
     "plan-example": plan_example,
     "planning": planning,
     "predictions": predictions,
