@@ -138,7 +138,8 @@ def transfer_gpu() -> str:
     """Two processes on one GPU."""
     found = TRANSFER_GPU["machine"]
     rows = [{**row, "case": run["model"]} for run in TRANSFER_GPU["runs"] for row in run["rows"]]
-    return f"{_transfer_table(rows)}\n\nOne trainer and one engine process, measured on one {found['gpu']}; {found['cpu']}."
+    where = f"One trainer and one engine process, measured on one {found['gpu']}; {found['cpu']}."
+    return f"{_transfer_table(rows)}\n\n{where}"
 
 
 def _transfer_table(rows: list[dict[str, Any]]) -> str:
