@@ -143,7 +143,18 @@ def transfer_gpu() -> str:
 
 
 def _transfer_table(rows: list[dict[str, Any]]) -> str:
-    header = ("case", "method", "transport", "GB", "time", "of a plain copy", "of the bare engine", "pause", "verified")
+    header = (
+        "case",
+        "method",
+        "transport",
+        "GB",
+        "time",
+        "of a plain copy",
+        "of the bare engine",
+        "writes alone",
+        "pause",
+        "verified",
+    )
     cells = [
         (
             row["case"],
@@ -153,6 +164,7 @@ def _transfer_table(rows: list[dict[str, Any]]) -> str:
             f"{row['seconds'] * 1e3:.0f} ms",
             f"{row['fraction_of_limit']:.2f}",
             "" if row["fraction_of_engine_limit"] is None else f"{row['fraction_of_engine_limit']:.2f}",
+            "" if row["write_ms"] is None else f"{row['write_ms']:.0f} ms",
             "" if row["pause_ms"] is None else f"{row['pause_ms']:.0f} ms",
             {True: "yes", False: "**no**", None: ""}[row["verified"]],
         )
