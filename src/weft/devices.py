@@ -20,6 +20,9 @@ _DEVICE = re.compile(r"cpu|cuda:\d+")
 class DeviceWork(Protocol):
     """Bulk work on one device's memory. Calls return when the work is done."""
 
+    def synchronize(self) -> None:
+        """Wait until work that was queued on the device is done."""
+
     def copy(self, dst: Column, src: Column, length: Column, *, num_threads: int = 1) -> int:
         """Copy rows; returns the bytes copied."""
 

@@ -136,6 +136,10 @@ class GpuWork:
         """Device memory, as bytes."""
         return torch.zeros(num_bytes, dtype=torch.uint8, device=self._device)
 
+    def synchronize(self) -> None:
+        """Wait for everything queued on the device, on any stream of this process."""
+        torch.cuda.synchronize(self._device)
+
     def copy(self, dst: Column, src: Column, length: Column, *, num_threads: int = 1) -> int:
         """Copy rows between device addresses."""
         del num_threads

@@ -41,6 +41,10 @@ ALPHA, BETA, GAMMA = _KEYS[:, 0] | _ONE, _KEYS[:, 1] & ~_ONE, _KEYS[:, 2] | _ONE
 """Weights of the digest's eight columns."""
 
 
+def synchronize() -> None:
+    """Nothing is queued for CPU memory."""
+
+
 def copy(dst: Column, src: Column, length: Column, *, num_threads: int = 1) -> int:
     """Copy `length[i]` bytes from `src[i]` to `dst[i]`, for all i; returns the bytes copied."""
     if _native is not None:

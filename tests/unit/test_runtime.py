@@ -318,3 +318,42 @@ def test_only_members_with_keys_join(tmp_path):
             publication = sender.publish(version=1)
             receiver.wait(SOON_S).commit()
             publication.wait_committed(SOON_S)
+
+
+def test_in_place_the_only_trainer_lost_while_writing_leaves_torn_weights(in_place):
+    commit(in_place, 1)
+    stalled = threading.Event()
+    in_place.network.faults["engine 0"] = Faults(stalled=stalled)
+    publication = in_place.sender.publish(version=2)
+    update = in_place.receiver.wait(SOON_S)
+    threading.Timer(0.5, lambda: in_place.sender._control.leave("its machine is on fire")).start()
+    with pytest.raises(IntegrityError, match="on fire"):
+        update.commit(SOON_S)
+    assert in_place.receiver.is_poisoned
+    stalled.set()
+    assert publication._released.wait(SOON_S)
+
+
+def test_a_version_that_was_given_up_before_its_turn_blocks_nobody(pair):
+    """Its trainer stops waiting; when the turn comes, it says at once that nothing is being written."""
+    pair.sender._timeout_s = 0.3
+    pair.sender.publish(version=1).wait_released(SOON_S)
+    second = pair.sender.publish(version=2)
+    with pytest.raises(WeftError, match="may not write version 2"):
+        second.wait_committed(SOON_S)
+    pair.receiver.wait(SOON_S).commit()
+    pair.sender._timeout_s = SOON_S
+    commit(pair, 3)
+
+
+def test_an_engine_that_gives_up_waiting_in_place_blocks_nobody(in_place):
+    stalled = threading.Event()
+    in_place.network.faults["engine 0"] = Faults(stalled=stalled)
+    publication = in_place.sender.publish(version=1)
+    with pytest.raises(IntegrityError, match="not decided in"):
+        in_place.receiver.wait(SOON_S).commit(0.3)
+    stalled.set()
+    with pytest.raises(VersionError, match="gave up"):
+        publication.wait_committed(SOON_S)
+    in_place.network.faults.clear()
+    commit(in_place, 2)

@@ -64,6 +64,8 @@ from weft.transport.registry import Choice, choose
 
 log = logging.getLogger(__name__)
 POLL_S = 0.1
+MAX_AT_ONCE = 1000
+"""Messages handled before clocks are looked at."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,14 +115,10 @@ class _Transfer:
     finished: set[int] = field(default_factory=set)
     """Trainers that have written all they owe."""
     parts: list[Part] = field(default_factory=list)
-    steps: dict[int, int] = field(default_factory=dict)
-    """Engine rank → the step it had reached when it learned of the version."""
+    was_written: bool = False
+    """Whether anyone was ever told to write it."""
     is_decided: bool = False
     is_commit: bool = False
-
-    @property
-    def was_written(self) -> bool:
-        return bool(self.writers or self.finished)
 
 
 class Controller:
@@ -159,6 +157,8 @@ class Controller:
         self._lost: dict[str, str] = {}
         """Members that are gone, and how; until they join again."""
         self._round = 0
+        self._planned_round = 0
+        """The round whose plan members have."""
         self._links: dict[tuple[int, int], Choice] = {}
         self._plan: Plan | None = None
         self._plan_digest = ""
@@ -170,6 +170,8 @@ class Controller:
         self._wants: dict[int, int] = {}
         self._uncommitted: set[int] = set()
         """Engine ranks that were told to commit a version and have not done so."""
+        self._steps: dict[int, tuple[int, int]] = {}
+        """Engine rank → the last version it learned of, and the step it had reached then."""
         self._counts: Counter[str] = Counter()
         self._last_abort, self._last_version_s = "", 0.0
         self._planned = threading.Event()
@@ -223,8 +225,11 @@ class Controller:
         try:
             while not self._stop.is_set():
                 received = self._server.receive(POLL_S)
-                if received is not None:
-                    self._handle(received.sender, received.message)
+                for _ in range(MAX_AT_ONCE):  # whoever has written is not silent: read before looking at clocks
+                    if received is None:
+                        break
+                    self._handle_safely(received.sender, received.message)
+                    received = self._server.receive(0.0)
                 self._look_at_clocks()
         finally:
             self._server.close()
@@ -234,6 +239,15 @@ class Controller:
         known = self._members.get(member)
         if known is not None:
             self._server.send(known.connection, message)
+
+    def _handle_safely(self, connection: str, message: Any) -> None:
+        """A message that breaks something of ours costs its sender the membership, not everybody the controller."""
+        try:
+            self._handle(connection, message)
+        except Exception as error:
+            log.exception("a defect while handling %s of %s", type(message).__name__, connection)
+            self._server.send(connection, Refused(reason=f"{type(error).__name__} in the controller: {error}"))
+            self._lose(self._names.get(connection, ""), f"was refused: {error}")
 
     def _handle(self, connection: str, message: Any) -> None:
         if isinstance(message, Join):
@@ -401,6 +415,7 @@ class Controller:
             self._send(f"engine {rank}", parts.receive_plan(rank))
         for rank in trainers:
             self._send(f"trainer {rank}", parts.send_plan(rank))
+        self._planned_round = self._round
         if not self._is_rebuilt:
             self._rebuild()
         self._planned.set()
@@ -446,8 +461,11 @@ class Controller:
         else:
             self._uncommitted.discard(rank)
             if transfer is not None:
-                transfer.unpaused.discard(rank)
+                first = rank // self._ranks_per_engine * self._ranks_per_engine
+                transfer.unpaused -= set(range(first, first + self._ranks_per_engine))
         self._apply(self._fail(known.join, how))
+        if self._transfer is not None:
+            self._send_writers(self._transfer)
         self._finish()
         self._let_go()
 
@@ -479,8 +497,7 @@ class Controller:
         self._plan_if_possible()
         if not self._wants:
             return
-        trainers_there = len(self._joins("trainer")) == self._num["trainer"]
-        if self._plan is None or not trainers_there or len(self._live_engines()) < self._needed_engines:
+        if not self._can_transfer():
             self._turn_away()
             return
         for trainer, version in sorted(self._wants.items()):
@@ -491,6 +508,16 @@ class Controller:
                 continue
             del self._wants[trainer]
             self._offer(trainer, version)
+
+    def _can_transfer(self) -> bool:
+        """Whether every trainer, and enough engines, have their part of the plan that is in force."""
+        opened = [
+            known
+            for known in self._members.values()
+            if known.join.side == "trainer" and known.opened is not None and known.opened.round == self._round
+        ]
+        planned = self._plan is not None and self._planned_round == self._round
+        return planned and len(opened) == self._num["trainer"] and len(self._live_engines()) >= self._needed_engines
 
     def _offer(self, trainer: int, version: int) -> None:
         """A trainer's turn: open the version, or join the others that write it."""
@@ -527,6 +554,7 @@ class Controller:
         if transfer.unpaused or transfer.is_decided:
             return
         for trainer in sorted(transfer.waiting):
+            transfer.was_written = True
             transfer.writers.add(trainer)
             self._send(f"trainer {trainer}", Go(version=transfer.version, engines=sorted(transfer.engines)))
         transfer.waiting.clear()
@@ -542,14 +570,11 @@ class Controller:
 
     def _at(self, rank: int, version: int, step: int) -> None:
         """An engine rank says where it is; when all ranks of its engine have, they learn where to meet."""
-        transfer = self._transfer
-        if transfer is None or transfer.version != version:
-            return
-        transfer.steps[rank] = step
+        self._steps[rank] = version, step
         first = rank // self._ranks_per_engine * self._ranks_per_engine
         ranks = range(first, first + self._ranks_per_engine)
-        if all(other in transfer.steps for other in ranks):
-            boundary = max(transfer.steps[other] for other in ranks) + STEPS_AHEAD
+        if all(self._steps.get(other, (None, 0))[0] == version for other in ranks):
+            boundary = max(self._steps[other][1] for other in ranks) + STEPS_AHEAD
             for other in ranks:
                 self._send(f"engine {other}", Boundary(version=version, step=boundary))
 
@@ -576,6 +601,9 @@ class Controller:
 
     def _failed(self, member: str, join: Join, version: int, reason: str) -> None:
         transfer = self._transfer
+        if join.side == "engine" and (transfer is None or transfer.is_decided):
+            self._uncommitted.discard(join.rank)  # it will not commit what was decided
+            self._finish()
         if transfer is None or transfer.version != version:
             if join.side == "trainer" and self._wants.get(join.rank) == version:
                 del self._wants[join.rank]

@@ -31,6 +31,9 @@ class Duties(Protocol):
     def join_message(self) -> Join | None:
         """How to join now; None while the member cannot."""
 
+    def joined(self) -> None:
+        """The controller has answered."""
+
     def handle(self, message: Any) -> None:
         """A message from the controller."""
 
@@ -53,7 +56,6 @@ class ControlThread:
         self.settings = TransferSettings()
         """The controller's, once it has answered."""
         self.ranks_per_engine = 1
-        self._controller = ""
         self._must_join = True
         self._is_joined = False
         """Whether the controller has answered; what is posted before waits."""
@@ -139,7 +141,8 @@ class ControlThread:
                 self._must_join = False
                 self._client.send(join)
         else:
-            self._client.send(Beat())
+            with contextlib.suppress(ProtocolError):  # nobody takes messages: noticed by silence
+                self._client.send(Beat())
         silent_s = now - self._last_heard
         if silent_s > self.settings.silence_s and not self._is_lost:
             self._is_lost = True
@@ -151,18 +154,18 @@ class ControlThread:
         self._last_heard = time.monotonic()
         self._is_lost = False
         match message:
-            case Welcome(controller=controller, settings=settings, ranks_per_engine=ranks_per_engine):
-                self._controller, self.settings, self.ranks_per_engine = controller, settings, ranks_per_engine
+            case Welcome(settings=settings, ranks_per_engine=ranks_per_engine):
+                self.settings, self.ranks_per_engine = settings, ranks_per_engine
                 self._is_joined = True
+                self._duties.joined()
             case Alive():
                 return
-            case Unknown(controller=controller):
-                self._must_join, self._is_joined = True, False
-                if controller != self._controller:
+            case Unknown():
+                if self._is_joined:
                     self._forget_all()
-                    what = f"the controller at `{self._address}` was restarted"
+                    what = f"the controller at `{self._address}` was restarted, or had given {self._client.member} up"
                     self._duties.controller_lost(PeerLost(what, hint="members join again by themselves"))
-                self._controller = controller
+                self._must_join, self._is_joined = True, False
             case Refused(reason=reason, hint=hint):
                 raise ProtocolError(f"the controller refused {self._client.member}: {reason}", hint=hint or None)
             case _:

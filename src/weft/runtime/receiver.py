@@ -106,8 +106,8 @@ class Receiver:
         """How an update in place ended."""
         self._engine_task: Callable[[], None] | None = None
         """Work on the engine's own tensors; done by the engine's thread, in `poll` or `wait`."""
-        self._quarantine: list[Landing] = []
-        """Staging memory a lost writer could still reach; kept, never used again."""
+        self._quarantine: list[Any] = []
+        """Memory a lost writer could still reach (staging, arrival cells); kept, never used again."""
         self._version: int | None = None
         self._poison: str | None = None
         self._error: WeftError | None = None
@@ -184,7 +184,10 @@ class Receiver:
         if self._boundary is None and self._step < self._fence:
             return False
         timeout_s = self._control.settings.version_s
-        known = self._changed.wait_for(lambda: self._boundary is not None or self._pending is None, timeout_s)
+        known = self._changed.wait_for(
+            lambda: self._boundary is not None or self._pending is None or self._error is not None, timeout_s
+        )
+        self._raise_error()
         if not known:
             raise TransferTimeout(f"the ranks of {self.member}'s engine did not agree on a step in {timeout_s:.1f} s")
         return self._pending is not None and self._boundary is not None and self._step >= self._boundary
@@ -198,6 +201,7 @@ class Receiver:
             if self._pending != version:
                 raise ProtocolError(f"version {version} is not waiting to be committed on {self.member}")
             assert self._landing is not None
+            self._work.synchronize()  # what the engine queued still reads the old weights
             if self._landing.copy is None:
                 if not self._receive_in_place(version, timeout_s):
                     return False
@@ -220,6 +224,8 @@ class Receiver:
         if settled and decision is not None and not decision.torn:
             return False
         late = f"version {version} was not decided in {timeout_s:.1f} s"
+        if not settled:
+            self._control.post(Failed(version=version, reason=f"{self.member} gave up: {late}"))
         self._poison = decision.reason if decision is not None else str(self._error or late)
         raise IntegrityError(
             f"version {version} failed on {self.member} after writing had begun: {self._poison}",
@@ -247,6 +253,12 @@ class Receiver:
                 pending=self._pending if staged else None,
                 ready=self._ready if staged else None,
             )
+
+    def joined(self) -> None:
+        """A controller that was restarted does not know where this rank stands."""
+        with self._changed:
+            if self._pending is not None and self._fence is not None and self._boundary is None:
+                self._control.post(At(version=self._pending, step=self._fence - STEPS_AHEAD))
 
     def handle(self, message: Any) -> None:
         """A message from the controller."""
@@ -298,10 +310,9 @@ class Receiver:
 
     def _cut_off(self) -> None:
         """A writer was lost while it wrote: it must not reach memory that is used from now on."""
-        if self._landing is not None:
-            self._quarantine.append(self._landing)
-        self._landing = None
-        self._transports.close_all()
+        closed = self._transports.close_all()
+        self._quarantine.append((self._landing, closed))
+        self._landing, self._ready = None, None
 
     def _expect(self, version: int) -> None:
         """A version is coming: follow it, and in place ask the engine to pause."""
@@ -336,6 +347,8 @@ class Receiver:
         with self._changed:
             if self._pending == decision.version:
                 self._end_in_place(decision)
+            elif decision.commit:
+                self._control.post(Failed(version=decision.version, reason="it was given up before it was decided"))
 
     def _end_in_place(self, decision: Decide) -> None:
         """With the lock held: whoever waits in `commit` goes on; an engine that has not paused need not."""

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from weft.config import DigestPolicy
+from weft.devices import device_work
 from weft.errors import ProtocolError, TransferTimeout, TransportError, VersionError, WeftError
 from weft.runtime.member import ControlThread
 from weft.runtime.messages import (
@@ -118,6 +119,7 @@ class Sender:
         self._transports = OpenTransports(
             self.member, rank=rank, device=weights.device, controller=address, given=transport
         )
+        self._work = device_work(weights.device)
         self._lock = threading.Lock()
         self._error: WeftError | None = None
         self._prepared: list[_Prepared] = []
@@ -125,7 +127,6 @@ class Sender:
         self._last: int | None = None
         self._last_begun: int | None = None
         """The highest version a controller let this trainer write."""
-        self._writing = False
         self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"weft-{self.member}-write")
         self._control = ControlThread(address, self.member, self, **security)
         self._control.start()
@@ -159,7 +160,6 @@ class Sender:
 
     def _send(self, publication: Publication) -> None:
         """On the writer thread: wait for the turn, write, report."""
-        self._writing = True
         try:
             if not publication._may_write.wait(self._timeout_s):
                 raise TransferTimeout(
@@ -168,12 +168,13 @@ class Sender:
                 )
             if publication._go is not None and not publication.is_decided:
                 self._write(publication, publication._go)
+            elif publication._go is not None:  # decided before it began: nothing is being written
+                self._control.post(Written(version=publication.version, parts=[], losses=[]))
         except WeftError as error:
             self._give_up(publication, error)
         except Exception as error:  # a defect of ours: nobody looks at this thread's result, so it is reported here
             self._give_up(publication, ProtocolError(f"{self.member}: {type(error).__name__} while sending: {error}"))
         finally:
-            self._writing = False
             publication._released.set()
 
     def _give_up(self, publication: Publication, error: WeftError) -> None:
@@ -206,6 +207,7 @@ class Sender:
 
     def _write_all(self, publication: Publication, go: Go) -> Written:
         """Write to every engine rank that takes part; one that cannot be reached does not stop the others."""
+        self._work.synchronize()  # what the trainer queued before it published must be in memory
         deadline = time.monotonic() + self._control.settings.version_s
         parts: list[Part] = []
         losses: list[Loss] = []
@@ -231,7 +233,7 @@ class Sender:
 
     def join_message(self) -> Join | None:
         """How to join; not while a write is under way, which a new controller would not know of."""
-        if self._writing and self._prepared:
+        if any(p._go is not None and not p.is_released for p in list(self._publications.values())):
             return None
         return Join(
             protocol=PROTOCOL,
@@ -242,6 +244,9 @@ class Sender:
             last=self._last_begun,
         )
 
+    def joined(self) -> None:
+        """Nothing to repeat: a trainer joins only when it is not writing."""
+
     def handle(self, message: Any) -> None:
         """A message from the controller."""
         match message:
@@ -250,16 +255,22 @@ class Sender:
             case SendPlan():
                 self._prepared = [self._prepare(target) for target in message.targets]
             case Go(version=version):
-                publication = self._publications.get(version)
-                if publication is not None:
-                    self._last_begun = version
-                    publication._go = message
-                    publication._may_write.set()
+                self._go(version, message)
             case Decide(version=version, commit=commit, reason=reason):
                 publication = self._publications.get(version)
                 if publication is not None:
                     aborted = VersionError(f"version {version} was aborted: {reason}")
                     self._decide(publication, None if commit else aborted)
+
+    def _go(self, version: int, message: Go) -> None:
+        """A version's turn; one that nobody waits for any more is reported as done, so that nobody waits for it."""
+        publication = self._publications.get(version)
+        if publication is None or publication.is_decided:
+            self._control.post(Written(version=version, parts=[], losses=[]))
+            return
+        self._last_begun = version
+        publication._go = message
+        publication._may_write.set()
 
     def _open(self, number: int, names: list[str]) -> None:
         self._transports.open(names, self._control.settings)

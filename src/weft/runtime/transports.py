@@ -73,9 +73,11 @@ class OpenTransports:
     def __getitem__(self, name: str) -> Transport[Any]:
         return self._open[name]
 
-    def close_all(self) -> None:
-        """Close and forget every transport; peers lose access to what was registered with them."""
-        for transport in self._open.values():
+    def close_all(self) -> list[Transport[Any]]:
+        """Close and forget every transport; returns them, for those who must keep what others could still reach."""
+        closed = list(self._open.values())
+        for transport in closed:
             transport.close()
         self._open = {}
         self._descriptors = {}
+        return closed

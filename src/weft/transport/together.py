@@ -62,7 +62,8 @@ def _chunks(batches: Sequence[Batch], twin: NDArray[np.int64], chunk_bytes: int)
     rows = [cut_rows(batch, ROW_BYTES) for batch in batches]
     columns = {name: np.concatenate([getattr(part, name) for part in rows]) for name in ("src", "dst", "length")}
     group = np.repeat(np.arange(len(rows), dtype=np.uint64), [part.num_rows for part in rows])
-    order = np.argsort(columns["src"], kind="stable")
+    reached = np.concatenate([np.maximum.accumulate(part.src) for part in rows])  # no row before one of its own batch
+    order = np.argsort(reached, kind="stable")
     position = None
     if all(part.position is not None for part in rows):
         position = np.concatenate([part.position for part in rows if part.position is not None])[order]
