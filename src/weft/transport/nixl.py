@@ -40,7 +40,9 @@ from weft.transport.base import (
 PIECE_BYTES = {"cpu": 4 << 20, "cuda": 2 << 30}
 """Largest descriptor: a CPU copies pieces in parallel; a GPU is fastest with few, large ones."""
 PROGRESS_PAUSE_US = 1000
-WRITE_DEADLINE_S = 60.0
+WRITE_DEADLINE_S = 200.0
+"""Longer than anybody waits for a ticket: while NIXL may still write, the ticket is not done, and whoever gave it up
+must not let others use the memory."""
 _MODULES = ("nixl_cu13", "nixl_cu12")
 
 
