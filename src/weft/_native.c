@@ -185,42 +185,21 @@ static inline __attribute__((always_inline)) void add_pair(Sums *sums, Pair pair
     sums->upper += pair >> 32;
 }
 
-static inline __attribute__((always_inline)) void take_sums(Sums *to, const Sums *from) {
-    to->sum = from->sum, to->rising = from->rising, to->upper = from->upper;
-}
-
-static uint64_t weigh(const Sums *sums, int pair, uint64_t below) {
+static inline __attribute__((always_inline)) uint64_t weigh(const Sums *sums, int pair, uint64_t below) {
     uint64_t total = 0;
     for (int i = 0; i < 2; i++) {
         int j = 2 * pair + i;
-        total += alpha[j] * sums->sum[i] + beta[j] * (sums->rising[i] + below * sums->sum[i]) + gamma_[j] * sums->upper[i];
+        total += (alpha[j] + beta[j] * below) * sums->sum[i] + beta[j] * sums->rising[i] + gamma_[j] * sums->upper[i];
     }
     return total;
 }
 
-/* A digest under way. Rows that follow each other inside a block are summed up together, also when they come one by one:
- * weighing the sums costs as much as copying a kilobyte. */
-typedef struct {
-    Sums pairs[4];
-    uint64_t begin, end; /* positions of the rows that are summed up but not weighed */
-    uint64_t total;
-} Digest;
-
-static void digest_weigh(Digest *digest) {
-    if (digest->end > digest->begin) {
-        uint64_t below = ROWS - (digest->end - 1) / ROW_BYTES % ROWS - 1; /* rows of the block after these */
-        uint64_t sum = 0;
-        for (int pair = 0; pair < 4; pair++) sum += weigh(&digest->pairs[pair], pair, below);
-        digest->total += sum * block_weight(digest->begin / BLOCK_BYTES);
-        memset(digest->pairs, 0, sizeof digest->pairs);
-    }
-    digest->begin = digest->end;
-}
-
-/* `num_rows` whole rows inside one block, copied to `dst` on the way if `copying`. */
-static inline __attribute__((always_inline)) void digest_rows(Digest *digest, int copying, unsigned char *restrict dst, const unsigned char *restrict src, uint64_t num_rows) {
-    Sums a, b, c, d; /* taken over field by field: compilers then keep them in registers */
-    take_sums(&a, &digest->pairs[0]), take_sums(&b, &digest->pairs[1]), take_sums(&c, &digest->pairs[2]), take_sums(&d, &digest->pairs[3]);
+/* `num_rows` whole rows inside one block, copied to `dst` on the way if `copying`; `below` rows of the block come after.
+ * Nothing but the copy is stored on the way: processors write whole lines past their caches as long as a stream of
+ * stores is not interrupted by stores to a few other lines (measured: 15 GB/s against 11, Neoverse N1). */
+static inline __attribute__((always_inline)) uint64_t digest_rows(int copying, unsigned char *restrict dst, const unsigned char *restrict src, uint64_t num_rows, uint64_t below) {
+    const Pair zero = {0, 0};
+    Sums a = {zero, zero, zero}, b = a, c = a, d = a;
     for (uint64_t i = 0; i < num_rows; i++, src += ROW_BYTES) {
         Pair first = load_pair(src), second = load_pair(src + 16), third = load_pair(src + 32), fourth = load_pair(src + 48);
         if (copying) {
@@ -229,47 +208,40 @@ static inline __attribute__((always_inline)) void digest_rows(Digest *digest, in
         }
         add_pair(&a, first), add_pair(&b, second), add_pair(&c, third), add_pair(&d, fourth);
     }
-    take_sums(&digest->pairs[0], &a), take_sums(&digest->pairs[1], &b), take_sums(&digest->pairs[2], &c), take_sums(&digest->pairs[3], &d);
+    return weigh(&a, 0, below) + weigh(&b, 1, below) + weigh(&c, 2, below) + weigh(&d, 3, below);
 }
 
 /* `size` bytes that lie at byte `position` of the digest's space, copied to `dst` on the way if `copying`. */
-static inline __attribute__((always_inline)) void digest_run(Digest *digest, int copying, unsigned char *restrict dst, const unsigned char *restrict src, uint64_t size, uint64_t position) {
+static inline __attribute__((always_inline)) uint64_t digest_run(int copying, unsigned char *restrict dst, const unsigned char *restrict src, uint64_t size, uint64_t position) {
+    uint64_t total = 0;
     while (size > 0) {
         uint64_t step;
         if (position % ROW_BYTES == 0 && size >= ROW_BYTES) {
-            if (position != digest->end || position % BLOCK_BYTES == 0) {
-                digest_weigh(digest);
-                digest->begin = digest->end = position;
-            }
             uint64_t left = BLOCK_BYTES - position % BLOCK_BYTES;
             step = (size < left ? size : left) & ~(ROW_BYTES - 1);
-            digest_rows(digest, copying, dst, src, step / ROW_BYTES);
-            digest->end += step;
+            total += block_weight(position / BLOCK_BYTES) * digest_rows(copying, dst, src, step / ROW_BYTES, (left - step) / ROW_BYTES);
         } else {
             uint64_t skip = position % 8, word = 0;
             step = 8 - skip < size ? 8 - skip : size;
             memcpy((unsigned char *)&word + skip, src, (size_t)step); /* little-endian hosts only, as weft's files are */
             if (copying) memcpy(dst, src, (size_t)step);
-            digest->total += digest_word(word, position - skip);
+            total += digest_word(word, position - skip);
         }
         src += step, position += step, size -= step;
         if (copying) dst += step;
     }
+    return total;
 }
 
 static void digest_share(Share *share) {
     const uint64_t *address = share->columns->column[0], *where = share->columns->column[1], *length = share->columns->column[2];
     uint64_t position = 0;
-    Digest digest;
-    memset(&digest, 0, sizeof digest);
     for (Py_ssize_t i = 0; i < share->columns->num_rows && position < share->end; position += length[i], i++) {
         if (position + length[i] <= share->begin) continue;
         uint64_t from = position < share->begin ? share->begin - position : 0;
         uint64_t to = position + length[i] > share->end ? share->end - position : length[i];
-        digest_run(&digest, 0, NULL, (const unsigned char *)(uintptr_t)(address[i] + from), to - from, where[i] + from);
+        share->result += digest_run(0, NULL, (const unsigned char *)(uintptr_t)(address[i] + from), to - from, where[i] + from);
     }
-    digest_weigh(&digest);
-    share->result = digest.total;
 }
 
 /* Copy and digest in one pass: the digest hides behind the memory traffic of the copy. Rows belong to groups (receivers),
@@ -278,23 +250,19 @@ static void copy_digest_share(Share *share) {
     const uint64_t *dst = share->columns->column[0], *src = share->columns->column[1], *where = share->columns->column[2];
     const uint64_t *group = share->columns->column[3], *length = share->columns->column[4];
     uint64_t position = 0;
-    Digest *digests = (Digest *)aligned_alloc(_Alignof(Digest), share->num_sums * sizeof(Digest));
-    if (!digests) return; /* the sums stay wrong, which is noticed */
-    memset(digests, 0, share->num_sums * sizeof(Digest));
+    uint64_t *sums = (uint64_t *)calloc(share->num_sums, sizeof(uint64_t));
+    if (!sums) return; /* they stay wrong, which is noticed */
     for (Py_ssize_t i = 0; i < share->columns->num_rows && position < share->end; position += length[i], i++) {
         if (position + length[i] <= share->begin) continue;
         uint64_t from = position < share->begin ? share->begin - position : 0;
         uint64_t to = position + length[i] > share->end ? share->end - position : length[i];
         unsigned char *into = (unsigned char *)(uintptr_t)(dst[i] + from);
         const unsigned char *out = (const unsigned char *)(uintptr_t)(src[i] + from);
-        if (group[i] < share->num_sums) digest_run(&digests[group[i]], 1, into, out, to - from, where[i] + from);
+        if (group[i] < share->num_sums) sums[group[i]] += digest_run(1, into, out, to - from, where[i] + from);
         else copy_row(into, out, to - from); /* digested with another group */
     }
-    for (uint64_t g = 0; g < share->num_sums; g++) {
-        digest_weigh(&digests[g]);
-        __atomic_fetch_add(&share->sums[g], digests[g].total, __ATOMIC_RELAXED);
-    }
-    free(digests);
+    for (uint64_t g = 0; g < share->num_sums; g++) __atomic_fetch_add(&share->sums[g], sums[g], __ATOMIC_RELAXED);
+    free(sums);
 }
 
 /* The functions all look alike: columns, then the number of threads. */
@@ -347,25 +315,28 @@ static PyObject *native_copy_digest(PyObject *self, PyObject *args) {
     Py_RETURN_NONE;
 }
 
-/* process_vm_writev over many rows: at most 1024 rows and 1 GiB a call, short writes continued. Returns bytes written;
- * stops at the first error, which is stored in *failure. */
+/* process_vm_writev over many rows: at most 1024 rows and 1 GiB a call, short writes continued. Rows that touch in the
+ * other process are one piece there: the kernel pins pages by piece. Returns bytes written; stops at the first error,
+ * which is stored in *failure. */
 static uint64_t write_rows(pid_t pid, const uint64_t *dst, const uint64_t *src, const uint64_t *length, Py_ssize_t num_rows, int *failure) {
     struct iovec local[IOVECS_PER_CALL], remote[IOVECS_PER_CALL];
     uint64_t total = 0, done = 0; /* `done` bytes of row i are written */
     Py_ssize_t i = 0;
     while (i < num_rows) {
-        int count = 0;
+        int count = 0, pieces = 0;
         uint64_t wanted = 0;
         for (Py_ssize_t j = i; j < num_rows && count < IOVECS_PER_CALL && wanted < BYTES_PER_CALL; j++) {
             uint64_t skip = j == i ? done : 0;
             uint64_t size = length[j] - skip;
             if (size > BYTES_PER_CALL - wanted) size = BYTES_PER_CALL - wanted;
             local[count] = (struct iovec){(void *)(uintptr_t)(src[j] + skip), (size_t)size};
-            remote[count] = (struct iovec){(void *)(uintptr_t)(dst[j] + skip), (size_t)size};
+            char *into = (char *)(uintptr_t)(dst[j] + skip);
+            if (pieces > 0 && (char *)remote[pieces - 1].iov_base + remote[pieces - 1].iov_len == into) remote[pieces - 1].iov_len += (size_t)size;
+            else remote[pieces++] = (struct iovec){into, (size_t)size};
             wanted += size, count++;
         }
         if (wanted == 0) break; /* only empty rows are left */
-        ssize_t written = process_vm_writev(pid, local, (unsigned long)count, remote, (unsigned long)count, 0);
+        ssize_t written = process_vm_writev(pid, local, (unsigned long)count, remote, (unsigned long)pieces, 0);
         if (written <= 0) {
             *failure = written < 0 ? errno : EIO;
             return total;

@@ -155,7 +155,9 @@ class Engine(Member):
         return weights_of(self.module, parts={name: part for name, (part, _) in self.parts.items()})
 
     def open(self, address: str) -> None:
-        """Become a weft receiver."""
+        """Become a weft receiver, with weights in ordinary memory: another method may have moved them."""
+        for parameter in self.module.parameters():
+            parameter.data = parameter.data.clone()
         self.receiver = Receiver(address, rank=self.setup.rank, weights=self.live_weights())
 
     def receive(self) -> float:

@@ -16,7 +16,7 @@ from weft.devices import DeviceWork
 from weft.errors import IntegrityError
 from weft.runtime.messages import Part, Source, unpack
 from weft.runtime.transports import OpenTransports
-from weft.transport.base import Column
+from weft.transport.base import Column, joined_rows
 
 STEP_BYTES = 16 << 20
 """Most bytes digested before the control channel is looked at again (CPU memory)."""
@@ -39,9 +39,7 @@ class Stream:
     def of(cls, source: Source) -> Stream:
         """From an engine rank's part of the plan."""
         address, position, length = unpack(source.address), unpack(source.position), unpack(source.length)
-        touch = (address[:-1] + length[:-1] == address[1:]) & (position[:-1] + length[:-1] == position[1:])
-        first = np.flatnonzero(np.concatenate([[True], ~touch]))  # rows that lie side by side here are one
-        length = np.add.reduceat(length, first)
+        first, length = joined_rows(length, moving=(address, position))
         ends = np.cumsum(length)
         return cls(
             trainer=source.trainer,

@@ -291,7 +291,8 @@ class Transport(abc.ABC, Generic[AnyPeer]):
         """
         known = self._known(peer)
         ranges = self._registered.find(src, length, whose=self.member), known.ranges.find(dst, length, whose=peer)
-        first, length = _joined(src, dst, length, position, ranges)
+        moving = [column for column in (src, dst, position) if column is not None]
+        first, length = joined_rows(length, moving=moving, same=ranges)
         batch = Batch(
             peer=peer,
             src=src[first],
@@ -367,24 +368,20 @@ def ordinary_memory(num_bytes: int) -> Memory:
     return Memory(address=address, num_bytes=num_bytes, keep=keep)
 
 
-def _joined(
-    src: Column,
-    dst: Column,
-    length: Column,
-    position: Column | None,
-    ranges: tuple[NDArray[np.int64], NDArray[np.int64]],
+def joined_rows(
+    length: Column, *, moving: Sequence[Column], same: Sequence[NDArray[Any]] = ()
 ) -> tuple[NDArray[np.int64], Column]:
-    """Neighbouring rows that touch on both sides, inside one registered range each, become one.
+    """Neighbouring rows that touch in all `moving` columns and agree in all others become one.
 
     Returns which rows begin a joined one, and the joined lengths.
     """
     if len(length) == 0:
         return np.zeros(0, dtype=np.int64), length
-    touch = (src[:-1] + length[:-1] == src[1:]) & (dst[:-1] + length[:-1] == dst[1:])
-    for mine in ranges:
-        touch &= mine[:-1] == mine[1:]
-    if position is not None:
-        touch &= position[:-1] + length[:-1] == position[1:]
+    touch = np.ones(len(length) - 1, dtype=bool)
+    for column in moving:
+        touch &= column[:-1] + length[:-1] == column[1:]
+    for column in same:
+        touch &= column[:-1] == column[1:]
     first = np.flatnonzero(np.concatenate([[True], ~touch]))
     return first, np.add.reduceat(length, first)
 

@@ -14,6 +14,7 @@ import threading
 import time
 import uuid
 from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,6 +33,7 @@ from weft.transport.base import (
     Handle,
     Memory,
     Ranges,
+    Ticket,
     Transport,
     Written,
     cut_rows,
@@ -179,17 +181,39 @@ class NixlTransport(Transport[_Peer]):
         """NIXL's (address, length, device) rows."""
         return np.stack([address, length, np.full_like(length, self._device_number)], axis=1)
 
+    def post_all(self, batches: Sequence[Batch], tag: int) -> list[Ticket]:
+        """Everything travels at once; NIXL takes care of the order."""
+        self._check_tag(tag)
+        cancelled = threading.Event()
+        begun: list[Future[None]] = [self._writer.submit(self._begin, batch, tag, cancelled) for batch in batches]
+        ended = [self._writer.submit(self._end, batch, past) for batch, past in zip(batches, begun, strict=True)]
+        return [Ticket(future, batch, tag, cancelled) for future, batch in zip(ended, batches, strict=True)]
+
     def _write(self, batch: Batch, tag: int, cancelled: threading.Event) -> Written:
-        """Post, digest while the bytes travel, then wait. A write that was posted cannot be stopped."""
+        self._begin(batch, tag, cancelled)
+        return self._end(batch)
+
+    def _begin(self, batch: Batch, tag: int, cancelled: threading.Event) -> None:
+        """Post. A write that was posted cannot be stopped."""
         assert isinstance(batch, _NixlBatch)
         self._known(batch.peer)
         if cancelled.is_set():
             raise TransportError(f"writing to {batch.peer} was stopped before it began")
         note = msgspec.msgpack.encode(_Arrival(self._writer_number, tag, batch.num_bytes))
+        try:
+            self._agent.transfer(batch.transfer, note)
+        except Exception as error:
+            raise self._failure(error, batch.peer) from error
+
+    def _end(self, batch: Batch, begun: Future[None] | None = None) -> Written:
+        """Digest while the bytes travel, then wait for them."""
+        assert isinstance(batch, _NixlBatch)
+        if begun is not None:
+            begun.result()
         deadline = time.monotonic() + WRITE_DEADLINE_S
         digest = 0
         try:
-            state = self._agent.transfer(batch.transfer, note)
+            state = self._agent.check_xfer_state(batch.transfer)
             if batch.position is not None:
                 digest = self._work.digest(batch.src, batch.position, batch.length)
             while state == "PROC":

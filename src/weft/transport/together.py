@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from weft.transport.base import Batch, Column, cut_rows
+from weft.transport.base import Batch, Column, cut_rows, joined_rows
 
 ROW_BYTES = 32 << 10
 """Longest row: what goes to several replicas is read from memory once and from the cache for the others."""
@@ -72,12 +72,14 @@ def _chunks(batches: Sequence[Batch], twin: NDArray[np.int64], chunk_bytes: int)
     borders = [0, *(np.flatnonzero(np.diff(number)) + 1).tolist(), len(length)]
     is_twin = twin != np.arange(len(twin))
     for a, b in itertools.pairwise(borders):
-        counts = np.bincount(group[a:b].astype(np.int64), weights=length[a:b], minlength=len(rows))
+        moving = [column[a:b] for column in (dst, src, position) if column is not None]
+        first, joined = joined_rows(length[a:b], moving=moving, same=[group[a:b]])
+        whose = group[a:b][first].astype(np.int64)
         yield Chunk(
-            dst=dst[a:b],
-            src=src[a:b],
-            position=None if position is None else position[a:b],
-            group=np.where(is_twin[group[a:b].astype(np.int64)], np.uint64(len(twin)), group[a:b]),
-            length=length[a:b],
-            num_bytes=tuple(int(count) for count in counts),
+            dst=dst[a:b][first],
+            src=src[a:b][first],
+            position=None if position is None else position[a:b][first],
+            group=np.where(is_twin[whose], len(twin), whose).astype(np.uint64),
+            length=joined,
+            num_bytes=tuple(int(n) for n in np.bincount(whose, weights=joined, minlength=len(rows))),
         )
