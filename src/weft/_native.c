@@ -149,6 +149,7 @@ static void copy_share(Share *share) {
 #define ROWS 256
 #define ROW_BYTES ((uint64_t)(8 * COLUMNS))
 #define BLOCK_BYTES (ROW_BYTES * ROWS)
+#define AHEAD 1024
 static uint64_t alpha[COLUMNS], beta[COLUMNS], gamma_[COLUMNS];
 
 static uint64_t mix(uint64_t x) { /* SplitMix64 */
@@ -202,6 +203,7 @@ static inline __attribute__((always_inline)) uint64_t digest_rows(int copying, u
     Sums a = {zero, zero, zero}, b = a, c = a, d = a;
     for (uint64_t i = 0; i < num_rows; i++, src += ROW_BYTES) {
         Pair first = load_pair(src), second = load_pair(src + 16), third = load_pair(src + 32), fourth = load_pair(src + 48);
+        if (!copying) __builtin_prefetch(src + AHEAD); /* memory stays busy while a block is weighed */
         if (copying) {
             store_pair(dst, first), store_pair(dst + 16, second), store_pair(dst + 32, third), store_pair(dst + 48, fourth);
             dst += ROW_BYTES;

@@ -18,6 +18,8 @@ class Rates:
     """Bytes per second of all processes together; the digest's of one."""
 
     copy: float = 0.0
+    checked: float = 0.0
+    """A copy, then one digest of the result."""
     digest: float = 0.0
     kernel: float = 0.0
     nixl: float = 0.0

@@ -59,7 +59,7 @@ class Row:
     pause_ms: float | None = None
     """How long an engine does not serve."""
     engine_limit_gb_per_s: float | None = None
-    """What the bare engine does (kernel writes, bare NIXL), where weft uses one."""
+    """What the bare engine does: kernel writes, bare NIXL; in shared memory with the digest, a copy and one digest."""
     fraction_of_engine_limit: float | None = None
     write_ms: float | None = None
     """The writes alone, without what deciding the version takes."""
@@ -177,6 +177,8 @@ def measure(
 def _run_case(run: _Run, *, baseline: bool) -> None:
     run.say(f"{run.case.name}: the plain copy")
     _copy_limit(run)
+    if run.device == "cpu":
+        _check_limit(run)
     run.rates = replace(run.rates, digest=min(run.fleet.call("trainer", "digest_rate", num_bytes=1 << 28)))
     for method in _methods(run):
         if method.mode not in run.modes:
@@ -213,6 +215,19 @@ def _copy_limit(run: _Run) -> None:
         spans = run.fleet.call("trainer", "copy_limit", num_bytes=each, start=run.fleet.soon())
         run.copies.append(_elapsed(spans))
     del run.copies[-3]  # the warm-up
+
+
+def _check_limit(run: _Run) -> None:
+    """The same copy with one digest of the result: what a verified version costs at least."""
+    each = run.total // run.case.num_trainers
+    spans = [
+        run.fleet.call("trainer", "check_limit", num_bytes=each, start=run.fleet.soon())
+        for _ in range(WARM_UP + run.repeat)
+    ]
+    seconds = statistics.median(_elapsed(span) for span in spans[WARM_UP:])
+    run.rates = replace(run.rates, checked=run.total / seconds)
+    limit = "limit: copy, then one digest"
+    run.rows.append(Row(case=run.case.name, method=limit, transport="memory", bytes=run.total, seconds=seconds))
 
 
 def _kernel_limit(run: _Run) -> float:
@@ -257,7 +272,8 @@ def _weft(run: _Run, method: _Method) -> None:
             run.rates = replace(run.rates, nixl=run.total / statistics.median(bare))
         for side in ("trainer", "engine"):
             run.fleet.call(side, "shut")
-    engine_limit = {"cma": run.rates.kernel, "nixl": run.rates.nixl}.get(method.transport)
+    checked = run.rates.checked if method.digest is DigestPolicy.ON else 0.0
+    engine_limit = {"shm": checked, "cma": run.rates.kernel, "nixl": run.rates.nixl}.get(method.transport)
     run.rows.append(
         Row(
             case=run.case.name,

@@ -103,6 +103,10 @@ class Trainer(Member):
         """Copy as many bytes as this trainer sends, inside its own memory."""
         return limits.copy(num_bytes, self.setup.device, lambda: sleep_until(start))
 
+    def check_limit(self, num_bytes: int, start: float) -> tuple[float, float]:
+        """Copy as many bytes as this trainer sends, and digest them where they are."""
+        return limits.copy_and_digest(num_bytes, lambda: sleep_until(start))
+
     def digest_rate(self, num_bytes: int) -> float:
         """Bytes per second one process digests."""
         return limits.digest_rate(num_bytes, self.setup.device)

@@ -6,6 +6,7 @@ its way. What is wrong is known by trainer.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -18,7 +19,7 @@ from weft.runtime.messages import Part, Source, unpack
 from weft.runtime.transports import OpenTransports
 from weft.transport.base import Column, joined_rows
 
-STEP_BYTES = 16 << 20
+STEP_BYTES = 64 << 20
 """Most bytes digested before the control channel is looked at again (CPU memory)."""
 _MASK = (1 << 64) - 1
 
@@ -73,6 +74,16 @@ class _Progress:
     stream: Stream
     done: int = 0
     digest: int = 0
+
+
+def spare_core() -> bool:
+    """Whether a processor core is idle, as far as the kernel tells: digesting early must not slow those who write."""
+    try:
+        with open("/proc/loadavg") as file:
+            num_running = int(file.read().split()[3].partition("/")[0])
+    except (OSError, ValueError, IndexError):
+        return True
+    return num_running <= len(os.sched_getaffinity(0))
 
 
 class Arrivals:

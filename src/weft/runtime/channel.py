@@ -91,6 +91,7 @@ class Server:
         except zmq.ZMQError as error:
             self.close()
             raise ConfigError(f"cannot listen on `{address}`: {error.strerror}", hint="is the port in use?") from error
+        self._sources = [(self._socket, zmq.POLLIN)]
         bound: Any = self._socket.getsockopt(zmq.LAST_ENDPOINT)
         self.address: str = bound.decode().rstrip("\0")
 
@@ -104,7 +105,7 @@ class Server:
     def receive(self, timeout_s: float) -> Received | None:
         """The next message, or None when there is none in time."""
         deadline = time.monotonic() + timeout_s
-        while self._socket.poll(_left_ms(deadline)):
+        while zmq.zmq_poll(self._sources, _left_ms(deadline)):
             received = self._decoded(self._socket.recv_multipart(copy=True))
             if received is not None:
                 self._statistics.num_received += 1
@@ -196,9 +197,7 @@ class Client:
             zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
         )
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._poller = zmq.Poller()
-        for source in (self._socket, self._monitor, self._wake):
-            self._poller.register(source, zmq.POLLIN)
+        self._sources: list[Any] = [(source, zmq.POLLIN) for source in (self._socket, self._monitor, self._wake)]
         self._socket.connect(address)
 
     def wake(self) -> None:
@@ -218,7 +217,7 @@ class Client:
     def receive(self, timeout_s: float) -> Any | None:
         """The next message, or None when there is none in time or `wake` was called. Raises AuthError if refused."""
         deadline = time.monotonic() + timeout_s
-        while ready := dict(self._poller.poll(_left_ms(deadline))):
+        while ready := {source for source, _ in zmq.zmq_poll(self._sources, _left_ms(deadline))}:
             if self._socket in ready:
                 return self._decode(self._socket.recv_multipart())
             if self._wake in ready:

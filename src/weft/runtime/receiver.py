@@ -31,7 +31,7 @@ from typing import Any, Self
 from weft.config import DigestPolicy, ReceiverMode
 from weft.devices import CPU, device_work
 from weft.errors import IntegrityError, ProtocolError, TransferTimeout, WeftError
-from weft.runtime.arrivals import STEP_BYTES, Arrivals, Stream
+from weft.runtime.arrivals import STEP_BYTES, Arrivals, Stream, spare_core
 from weft.runtime.landing import Landing, in_live, in_staging
 from weft.runtime.member import ControlThread
 from weft.runtime.messages import (
@@ -59,6 +59,8 @@ from weft.transport.base import Transport
 
 FOLLOW_S = 0.001
 """How long to wait between looks at what has landed."""
+BUSY_S = 0.01
+"""The same when all cores are busy, perhaps with writing."""
 ARRIVING_S = 0.00005
 """The same when everything was sent: the last bytes, or their announcement, come any moment."""
 
@@ -157,13 +159,13 @@ class Receiver:
                     raise TransferTimeout(f"{self.member} got no version in {timeout_s:.1f} s")
                 self._do_engine_task()
             self._raise_error()
-            if self._boundary is not None:
-                self._step = max(self._step, self._boundary)
             assert self._pending is not None
             return Update(self._pending, self)
 
     def _is_there(self) -> bool:
-        agreed = self._fence is None or self._boundary is not None
+        """Whether `wait` is over. In place a rank that waits may pause before its engine has agreed on a step."""
+        in_place = self._control.settings.mode is ReceiverMode.IN_PLACE
+        agreed = self._fence is None or self._boundary is not None or in_place
         return self._error is not None or (self._pending is not None and agreed)
 
     def _do_engine_task(self) -> None:
@@ -203,14 +205,18 @@ class Receiver:
             assert self._landing is not None
             self._work.synchronize()  # what the engine queued still reads the old weights
             if self._landing.copy is None:
-                if not self._receive_in_place(version, timeout_s):
-                    return False
-            else:
-                self._work.copy(*self._landing.copy)
-            self._version, self._poison = version, None
-            self._clear_pending()
-        self._control.post(Committed(version=version))
+                return self._receive_in_place(version, timeout_s)
+            self._work.copy(*self._landing.copy)
+            self._serve(version)
         return True
+
+    def _serve(self, version: int) -> None:
+        """With the lock held: the version is visible now."""
+        self._version, self._poison = version, None
+        if self._boundary is not None:  # a rank that waited goes on where the others are
+            self._step = max(self._step, self._boundary)
+        self._clear_pending()
+        self._control.post(Committed(version=version))
 
     def _receive_in_place(self, version: int, timeout_s: float) -> bool:
         """With the lock held: let the writers in and wait for the end; False if nothing was written."""
@@ -354,6 +360,8 @@ class Receiver:
         """With the lock held: whoever waits in `commit` goes on; an engine that has not paused need not."""
         if self._paused:
             self._decision = decision
+            if decision.commit:
+                self._serve(decision.version)
         else:
             self._clear_pending()
         self._changed.notify_all()
@@ -363,15 +371,13 @@ class Receiver:
         arrivals = self._arrivals
         if arrivals is None:
             return None
-        counted_only = self._control.settings.digest is DigestPolicy.OFF
         try:
-            if counted_only and self._sent is None:
-                return None  # nothing to digest: look when everything has been sent
-            if arrivals.follow():
-                return 0.0
             if self._sent is None:
-                return None if arrivals.is_whole else FOLLOW_S
+                return self._follow_early(arrivals)
+            moved = arrivals.follow()
             parts, deadline = self._sent
+            if moved and not arrivals.is_whole:
+                return 0.0
             if arrivals.is_whole:
                 arrivals.check(parts)
                 self._ready = arrivals.version
@@ -385,6 +391,16 @@ class Receiver:
             self._control.post(Failed(version=arrivals.version, reason=str(error)))
         self._arrivals, self._sent = None, None
         return None
+
+    def _follow_early(self, arrivals: Arrivals) -> float | None:
+        """Digest what has landed while the rest is on its way, if nobody needs the processor more."""
+        if self._control.settings.digest is DigestPolicy.OFF:
+            return None  # nothing to digest: look when everything has been sent
+        if self._weights.device == CPU and not spare_core():
+            return BUSY_S
+        if arrivals.follow():
+            return 0.0
+        return None if arrivals.is_whole else FOLLOW_S
 
     def controller_lost(self, error: WeftError) -> None:
         """What was on its way is not finished; what was decided stays. An update in place may be torn."""
