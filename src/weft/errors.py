@@ -70,5 +70,9 @@ class VersionError(WeftError):
     """A version does not fit: published out of order, or on the wrong base."""
 
 
+class CodecError(WeftError):
+    """A patch or a conversion that cannot be done, or data that is damaged."""
+
+
 class IntegrityError(WeftError):
     """Bytes that arrived are not the bytes that were sent."""

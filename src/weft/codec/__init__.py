@@ -1,0 +1,1 @@
+"""What happens to weights on their way: patches between versions, FP8."""
