@@ -25,14 +25,6 @@ typedef struct {
     uint16_t changes, escapes;
 } Entry;
 
-typedef uint64_t Pair __attribute__((vector_size(16)));
-
-static inline Pair load_pair(const unsigned char *src) {
-    Pair pair;
-    memcpy(&pair, src, sizeof pair);
-    return pair;
-}
-
 static uint64_t padded(uint64_t size) { return (size + 3) & ~UINT64_C(3); }
 
 static uint64_t record_bytes(uint32_t width, uint64_t elements, uint32_t changes, uint32_t escapes) {
@@ -41,106 +33,158 @@ static uint64_t record_bytes(uint32_t width, uint64_t elements, uint32_t changes
     return padded(GROUPS + (uint64_t)changes * (1 + (width == 4 ? 4 : 1)) + 2 * (uint64_t)escapes);
 }
 
-/* What one block has found so far. */
+/* Which of 64 elements differ, one bit each. Sixteen at a time become bytes of ones where they are equal; the instructions
+ * that make bits of them have no common name. */
+#if defined(__aarch64__)
+#include <arm_neon.h>
+typedef uint8x16_t Equal;
+static inline Equal equal16(uint32_t width, const unsigned char *now, const unsigned char *old) {
+    if (width == 1) return vceqq_u8(vld1q_u8(now), vld1q_u8(old));
+    if (width == 2) {
+        uint16x8_t low = vceqq_u16(vreinterpretq_u16_u8(vld1q_u8(now)), vreinterpretq_u16_u8(vld1q_u8(old)));
+        uint16x8_t high = vceqq_u16(vreinterpretq_u16_u8(vld1q_u8(now + 16)), vreinterpretq_u16_u8(vld1q_u8(old + 16)));
+        return vuzp1q_u8(vreinterpretq_u8_u16(low), vreinterpretq_u8_u16(high));
+    }
+    uint16x8_t half[2];
+    for (int i = 0; i < 2; i++, now += 32, old += 32) {
+        uint32x4_t low = vceqq_u32(vreinterpretq_u32_u8(vld1q_u8(now)), vreinterpretq_u32_u8(vld1q_u8(old)));
+        uint32x4_t high = vceqq_u32(vreinterpretq_u32_u8(vld1q_u8(now + 16)), vreinterpretq_u32_u8(vld1q_u8(old + 16)));
+        half[i] = vuzp1q_u16(vreinterpretq_u16_u32(low), vreinterpretq_u16_u32(high));
+    }
+    return vuzp1q_u8(vreinterpretq_u8_u16(half[0]), vreinterpretq_u8_u16(half[1]));
+}
+
+static inline uint64_t bits64(Equal a, Equal b, Equal c, Equal d) {
+    const uint8x16_t bit = {1, 2, 4, 8, 16, 32, 64, 128, 1, 2, 4, 8, 16, 32, 64, 128};
+    uint8x16_t low = vpaddq_u8(vandq_u8(a, bit), vandq_u8(b, bit)), high = vpaddq_u8(vandq_u8(c, bit), vandq_u8(d, bit));
+    uint8x16_t sum = vpaddq_u8(low, high);
+    return vgetq_lane_u64(vreinterpretq_u64_u8(vpaddq_u8(sum, sum)), 0);
+}
+#elif defined(__SSE2__)
+#include <emmintrin.h>
+typedef __m128i Equal;
+static inline __m128i at16(const unsigned char *src) { return _mm_loadu_si128((const __m128i *)src); }
+static inline Equal equal16(uint32_t width, const unsigned char *now, const unsigned char *old) {
+    if (width == 1) return _mm_cmpeq_epi8(at16(now), at16(old));
+    if (width == 2) return _mm_packs_epi16(_mm_cmpeq_epi16(at16(now), at16(old)), _mm_cmpeq_epi16(at16(now + 16), at16(old + 16)));
+    __m128i low = _mm_packs_epi32(_mm_cmpeq_epi32(at16(now), at16(old)), _mm_cmpeq_epi32(at16(now + 16), at16(old + 16)));
+    __m128i high = _mm_packs_epi32(_mm_cmpeq_epi32(at16(now + 32), at16(old + 32)), _mm_cmpeq_epi32(at16(now + 48), at16(old + 48)));
+    return _mm_packs_epi16(low, high);
+}
+
+static inline uint64_t bits64(Equal a, Equal b, Equal c, Equal d) {
+    uint64_t low = (uint32_t)_mm_movemask_epi8(a) | (uint64_t)(uint32_t)_mm_movemask_epi8(b) << 16;
+    return low | ((uint32_t)_mm_movemask_epi8(c) | (uint64_t)(uint32_t)_mm_movemask_epi8(d) << 16) << 32;
+}
+#else
+typedef uint64_t Equal;
+static inline Equal equal16(uint32_t width, const unsigned char *now, const unsigned char *old) {
+    Equal equal = 0;
+    for (uint32_t i = 0; i < 16; i++) equal |= (Equal)(memcmp(now + i * width, old + i * width, width) == 0) << i;
+    return equal;
+}
+
+static inline uint64_t bits64(Equal a, Equal b, Equal c, Equal d) { return a | b << 16 | c << 32 | d << 48; }
+#endif
+
+static inline __attribute__((always_inline)) uint64_t changed64(uint32_t width, const unsigned char *now, const unsigned char *old) {
+    uint32_t step = 16 * width;
+    return ~bits64(equal16(width, now, old), equal16(width, now + step, old + step), equal16(width, now + 2 * step, old + 2 * step), equal16(width, now + 3 * step, old + 3 * step));
+}
+
+static uint64_t changed_few(uint32_t width, const unsigned char *now, const unsigned char *old, uint64_t count) {
+    uint64_t changed = 0;
+    for (uint64_t i = 0; i < count; i++) changed |= (uint64_t)(memcmp(now + i * width, old + i * width, width) != 0) << i;
+    return changed;
+}
+
+/* What differs in one block. */
 typedef struct {
-    uint32_t changes, escapes;
-    unsigned char *places, *values;
-    uint16_t *wide;
+    unsigned char counts[GROUPS];
+    uint16_t index[BLOCK + 8]; /* with room for four written in advance */
+    uint32_t changes;
+    int is_full; /* a group has changed as a whole */
 } Found;
 
-static inline __attribute__((always_inline)) void add_change(Found *found, uint32_t width, uint32_t place, uint32_t old, uint32_t now) {
-    found->places[found->changes] = (unsigned char)place;
-    if (width == 1) {
-        found->values[found->changes] = (unsigned char)now;
-    } else if (width == 2) {
-        int32_t difference = (int16_t)(uint16_t)(now - old);
-        int narrow = difference >= -127 && difference <= 127;
-        found->values[found->changes] = narrow ? (unsigned char)difference : ESCAPE;
-        found->wide[found->escapes] = (uint16_t)now;
-        found->escapes += !narrow;
-    } else {
-        memcpy(found->values + 4 * found->changes, &now, 4);
+/* Two passes without branches that depend on the data, which would cost more than reading the memory. */
+static inline __attribute__((always_inline)) void find_changes(Found *found, uint32_t width, const unsigned char *now, const unsigned char *old, uint64_t elements) {
+    uint32_t changes = 0;
+    found->is_full = 0;
+    memset(found->counts, 0, sizeof found->counts);
+    for (uint64_t first = 0; first < elements; first += 64) {
+        const unsigned char *a = now + first * width, *b = old + first * width;
+        uint64_t changed = elements - first >= 64 ? changed64(width, a, b) : changed_few(width, a, b, elements - first);
+        uint32_t count = (uint32_t)__builtin_popcountll(changed);
+        uint32_t group = (uint32_t)(first / GROUP), sum = found->counts[group] + count;
+        found->is_full |= sum == GROUP;
+        found->counts[group] = (unsigned char)sum;
+        uint16_t *index = found->index + changes;
+        for (uint32_t i = 0; i < 4; i++) { /* mostly enough; what is too much is written over */
+            index[i] = (uint16_t)(first + (uint32_t)__builtin_ctzll(changed | UINT64_C(1) << 63));
+            changed &= changed - 1;
+        }
+        for (uint32_t i = 4; i < count; i++) {
+            index[i] = (uint16_t)(first + (uint32_t)__builtin_ctzll(changed));
+            changed &= changed - 1;
+        }
+        changes += count;
     }
-    found->changes++;
+    found->changes = changes;
 }
 
-typedef uint8_t Bytes8 __attribute__((vector_size(8)));
-typedef uint16_t Halves8 __attribute__((vector_size(16)));
-typedef uint32_t Words8 __attribute__((vector_size(32)));
-
-/* Which of eight elements differ, as bytes of zeros or ones. */
-static inline __attribute__((always_inline)) uint64_t changed_of_eight(uint32_t width, const unsigned char *now, const unsigned char *old) {
-    Bytes8 changed;
-    if (width == 1) {
-        Bytes8 a, b;
-        memcpy(&a, now, sizeof a), memcpy(&b, old, sizeof b);
-        changed = (Bytes8)(a != b);
-    } else if (width == 2) {
-        Halves8 a, b;
-        memcpy(&a, now, sizeof a), memcpy(&b, old, sizeof b);
-        changed = __builtin_convertvector((Halves8)(a != b), Bytes8);
-    } else {
-        Words8 a, b;
-        memcpy(&a, now, sizeof a), memcpy(&b, old, sizeof b);
-        changed = __builtin_convertvector((Words8)(a != b), Bytes8);
-    }
-    uint64_t bits;
-    memcpy(&bits, &changed, sizeof bits);
-    return bits;
-}
-
-/* One group of elements; `size` in bytes. */
-static inline __attribute__((always_inline)) void add_group(Found *found, uint32_t width, const unsigned char *now, const unsigned char *old, uint32_t size) {
-    uint32_t at = 0;
-    for (; at + 64 <= size; at += 64) {
-        Pair a = load_pair(now + at) ^ load_pair(old + at), b = load_pair(now + at + 16) ^ load_pair(old + at + 16);
-        Pair c = load_pair(now + at + 32) ^ load_pair(old + at + 32), d = load_pair(now + at + 48) ^ load_pair(old + at + 48);
-        Pair any = a | b | c | d;
-        if ((any[0] | any[1]) == 0) continue;
-        for (uint32_t eight = at; eight < at + 64; eight += 8 * width) {
-            uint64_t changed = changed_of_eight(width, now + eight, old + eight) & UINT64_C(0x0101010101010101);
-            for (; changed; changed &= changed - 1) {
-                uint32_t which = (uint32_t)__builtin_ctzll(changed) / 8, old_bits = 0, new_bits = 0;
-                memcpy(&new_bits, now + eight + which * width, width), memcpy(&old_bits, old + eight + which * width, width);
-                add_change(found, width, eight / width + which, old_bits, new_bits);
-            }
+/* Places and values of what differs, into a record; returns the escapes. */
+static inline __attribute__((always_inline)) uint32_t write_changes(const Found *found, uint32_t width, const unsigned char *now, const unsigned char *old, unsigned char *places, uint16_t *wide) {
+    unsigned char *values = places + found->changes;
+    uint32_t escapes = 0;
+    for (uint32_t i = 0; i < found->changes; i++) {
+        uint32_t at = found->index[i] * width;
+        places[i] = (unsigned char)found->index[i];
+        if (width == 1) {
+            values[i] = now[at];
+        } else if (width == 4) {
+            memcpy(values + 4 * i, now + at, 4);
+        } else {
+            uint16_t bits, before;
+            memcpy(&bits, now + at, 2), memcpy(&before, old + at, 2);
+            int32_t difference = (int16_t)(uint16_t)(bits - before);
+            uint32_t narrow = (uint32_t)(difference + 127) <= 254;
+            values[i] = narrow ? (unsigned char)difference : ESCAPE;
+            wide[escapes] = bits;
+            escapes += !narrow;
         }
     }
-    for (; at < size; at += width) {
-        uint32_t old_bits = 0, new_bits = 0;
-        memcpy(&new_bits, now + at, width), memcpy(&old_bits, old + at, width);
-        if (new_bits != old_bits) add_change(found, width, at / width, old_bits, new_bits);
-    }
+    return escapes;
+}
+
+static unsigned char *write_dense(uint32_t width, const unsigned char *now, uint64_t elements, Entry *entry, unsigned char *record, const unsigned char *end) {
+    uint64_t size = record_bytes(width, elements, DENSE, 0);
+    if (size > (uint64_t)(end - record)) return NULL;
+    *entry = (Entry){0, DENSE, 0};
+    memset(record + size - 4, 0, 4);
+    memcpy(record, now, (size_t)(elements * width));
+    return record + size;
 }
 
 /* One block; returns where the next record begins, or NULL if it does not fit. */
 static inline __attribute__((always_inline)) unsigned char *encode_block(uint32_t width, const unsigned char *now, const unsigned char *old, uint64_t elements, Entry *entry, unsigned char *record, const unsigned char *end) {
-    unsigned char counts[GROUPS] = {0}, places[BLOCK], values[4 * BLOCK];
+    Found found;
     uint16_t wide[BLOCK + 1];
-    Found found = {0, 0, places, values, wide};
-    int fits = old != NULL; /* without a base everything is dense */
-    for (uint64_t first = 0, group = 0; first < elements && fits; first += GROUP, group++) {
-        uint64_t count = elements - first < GROUP ? elements - first : GROUP;
-        uint32_t before = found.changes;
-        add_group(&found, width, now + first * width, old + first * width, (uint32_t)(count * width));
-        fits = found.changes - before < GROUP;
-        counts[group] = (unsigned char)(found.changes - before);
-    }
-    if (!fits || record_bytes(width, elements, found.changes, found.escapes) >= padded(elements * width)) found.changes = DENSE, found.escapes = 0;
-    uint64_t size = record_bytes(width, elements, found.changes, found.escapes);
+    if (!old) return write_dense(width, now, elements, entry, record, end); /* an anchor */
+    find_changes(&found, width, now, old, elements);
+    *entry = (Entry){0, (uint16_t)found.changes, 0};
+    if (found.changes == 0) return record;
+    uint64_t least = record_bytes(width, elements, found.changes, 0);
+    if (found.is_full || least >= padded(elements * width)) return write_dense(width, now, elements, entry, record, end);
+    if (least > (uint64_t)(end - record)) return NULL;
+    uint32_t escapes = write_changes(&found, width, now, old, record + GROUPS, wide);
+    uint64_t size = record_bytes(width, elements, found.changes, escapes);
+    if (size >= padded(elements * width)) return write_dense(width, now, elements, entry, record, end);
     if (size > (uint64_t)(end - record)) return NULL;
-    *entry = (Entry){0, (uint16_t)found.changes, (uint16_t)found.escapes};
-    if (size == 0) return record;
-    memset(record + size - 4, 0, 4);
-    if (found.changes == DENSE) {
-        memcpy(record, now, (size_t)(elements * width));
-        return record + size;
-    }
-    uint64_t value_bytes = (uint64_t)found.changes * (width == 4 ? 4 : 1);
-    memcpy(record, counts, GROUPS);
-    memcpy(record + GROUPS, places, found.changes);
-    memcpy(record + GROUPS + found.changes, values, (size_t)value_bytes);
-    memcpy(record + GROUPS + found.changes + value_bytes, wide, (size_t)2 * found.escapes);
+    entry->escapes = (uint16_t)escapes;
+    uint64_t sparse = GROUPS + (uint64_t)found.changes * (width == 4 ? 5 : 2);
+    memcpy(record, found.counts, GROUPS);
+    memcpy(record + sparse, wide, (size_t)2 * escapes);
+    memset(record + sparse + 2 * escapes, 0, (size_t)(size - sparse - 2 * escapes));
     return record + size;
 }
 
@@ -361,7 +405,147 @@ static PyObject *codec_apply(PyObject *self, PyObject *args) {
     return PyBool_FromLong(!failed);
 }
 
+/* FP8 e4m3. A box of a matrix whose elements are BF16 (width 2) or FP32 (width 4), in blocks that share a scale. */
+typedef struct {
+    const unsigned char *src;
+    uint64_t src_stride; /* bytes from row to row */
+    uint64_t rows, columns;
+    uint32_t width;
+    uint64_t first_row, first_column; /* of the box in the matrix */
+    uint64_t block_rows, block_columns, grid_columns;
+    float *grid; /* one number for each block of the matrix */
+} Box;
+
+/* Plain loops without branches: compilers make vectors of them. BF16 is the upper half of an FP32. */
+typedef union {
+    uint32_t bits;
+    float number;
+} Single;
+
+#define MAGNITUDE 0x7FFFFFFFu
+#define INFINITE 0x7F800000u
+#define TOP 0x43E00000u /* 448 */
+
+static inline __attribute__((always_inline)) uint32_t bits_at(uint32_t width, const void *src, uint64_t i) {
+    return width == 2 ? (uint32_t)((const uint16_t *)src)[i] << 16 : ((const uint32_t *)src)[i];
+}
+
+/* The largest magnitude among finite numbers, as bits, which order like the numbers; *wild counts the others. */
+static inline __attribute__((always_inline)) uint32_t largest(uint32_t width, const void *src, uint64_t count, uint64_t *wild) {
+    uint32_t most = 0, finite = 0;
+    uint16_t half = 0;
+    if (width == 2) { /* twice as many at a time */
+        for (uint64_t i = 0; i < count; i++) {
+            uint16_t magnitude = ((const uint16_t *)src)[i] & 0x7FFF;
+            half = magnitude > half ? magnitude : half;
+        }
+        most = (uint32_t)half << 16;
+    } else {
+        for (uint64_t i = 0; i < count; i++) {
+            uint32_t magnitude = ((const uint32_t *)src)[i] & MAGNITUDE;
+            most = magnitude > most ? magnitude : most;
+        }
+    }
+    if (most < INFINITE) return most;
+    for (uint64_t i = 0; i < count; i++) {
+        uint32_t magnitude = bits_at(width, src, i) & MAGNITUDE;
+        if (magnitude >= INFINITE) (*wild)++;
+        else if (magnitude > finite) finite = magnitude;
+    }
+    return finite;
+}
+
+/* Scaled, kept inside ±448, as e4m3: to nearest, ties to even. Below 2^-6 the last place of e4m3 is 2^-9, which is that of
+ * a float near 2^14: adding 2^14 rounds to it. */
+static inline __attribute__((always_inline)) void quantize_run(uint32_t width, uint8_t *restrict dst, const void *restrict src, uint64_t count, float factor) {
+    for (uint64_t i = 0; i < count; i++) {
+        Single value = {bits_at(width, src, i)}, small;
+        value.number *= factor;
+        uint32_t magnitude = value.bits & MAGNITUDE, not_a_number = magnitude > INFINITE ? 0x7F : 0;
+        magnitude = magnitude < TOP ? magnitude : TOP; /* in integers: nothing to think of for what is not a number */
+        small.bits = magnitude;
+        small.number += 16384.0f;
+        uint32_t large = (magnitude + 0x7FFFF + ((magnitude >> 20) & 1) - (120u << 23)) >> 20;
+        uint32_t code = magnitude < 0x3C800000 ? small.bits & 0xFF : large;
+        dst[i] = (uint8_t)(code | not_a_number | (value.bits >> 24 & 0x80));
+    }
+}
+
+/* Calls for every run of a row that lies in one block: `grid` points to the block's number. */
+#define FOR_RUNS(box, row, column, count, number)                                                                                     \
+    for (uint64_t row = 0; row < (box)->rows; row++)                                                                                  \
+        for (uint64_t column = 0, count = 0; column < (box)->columns; column += count)                                                \
+            for (float *number = (count = block_left(box, column), block_of(box, row, column)); number; number = NULL)
+
+static inline uint64_t block_left(const Box *box, uint64_t column) {
+    uint64_t left = box->block_columns - (box->first_column + column) % box->block_columns;
+    return left < box->columns - column ? left : box->columns - column;
+}
+
+static inline float *block_of(const Box *box, uint64_t row, uint64_t column) {
+    return box->grid + (box->first_row + row) / box->block_rows * box->grid_columns + (box->first_column + column) / box->block_columns;
+}
+
+static inline __attribute__((always_inline)) uint64_t amax(uint32_t width, const Box *box) {
+    uint64_t wild = 0;
+    FOR_RUNS(box, row, column, count, number) {
+        uint32_t bits = largest(width, box->src + row * box->src_stride + column * width, count, &wild), before;
+        memcpy(&before, number, 4);
+        if (bits > before) memcpy(number, &bits, 4);
+    }
+    return wild;
+}
+
+static inline __attribute__((always_inline)) void quantize(uint32_t width, const Box *box, uint8_t *dst, uint64_t dst_stride) {
+    FOR_RUNS(box, row, column, count, number) {
+        quantize_run(width, dst + row * dst_stride + column, box->src + row * box->src_stride + column * width, count, *number);
+    }
+}
+
+static int parse_box(PyObject *numbers, Box *box) {
+    unsigned long long src, stride, rows, columns, first_row, first_column, block_rows, block_columns, grid_columns, grid;
+    if (!PyArg_ParseTuple(numbers, "KKKKIKKKKKK:box", &src, &stride, &rows, &columns, &box->width, &first_row, &first_column, &block_rows, &block_columns, &grid_columns, &grid)) return -1;
+    if ((box->width != 2 && box->width != 4) || block_rows == 0 || block_columns == 0) {
+        PyErr_SetString(PyExc_ValueError, "expected elements of 2 or 4 bytes, and blocks");
+        return -1;
+    }
+    box->src = (const unsigned char *)(uintptr_t)src, box->src_stride = stride, box->rows = rows, box->columns = columns;
+    box->first_row = first_row, box->first_column = first_column;
+    box->block_rows = block_rows, box->block_columns = block_columns, box->grid_columns = grid_columns;
+    box->grid = (float *)(uintptr_t)grid;
+    return 0;
+}
+
+/* amax(box) -> numbers that are not finite; raises the box's numbers to the largest magnitude of each block */
+static PyObject *codec_amax(PyObject *self, PyObject *args) {
+    (void)self;
+    Box box;
+    PyObject *numbers;
+    uint64_t wild;
+    if (!PyArg_ParseTuple(args, "O!:amax", &PyTuple_Type, &numbers) || parse_box(numbers, &box) < 0) return NULL;
+    Py_BEGIN_ALLOW_THREADS
+    wild = box.width == 2 ? amax(2, &box) : amax(4, &box);
+    Py_END_ALLOW_THREADS
+    return PyLong_FromUnsignedLongLong(wild);
+}
+
+/* quantize(box, dst, dst stride): the box's numbers are the factors of its blocks */
+static PyObject *codec_quantize(PyObject *self, PyObject *args) {
+    (void)self;
+    Box box;
+    PyObject *numbers;
+    unsigned long long dst, dst_stride;
+    if (!PyArg_ParseTuple(args, "O!KK:quantize", &PyTuple_Type, &numbers, &dst, &dst_stride) || parse_box(numbers, &box) < 0) return NULL;
+    Py_BEGIN_ALLOW_THREADS
+    if (box.width == 2) quantize(2, &box, (uint8_t *)(uintptr_t)dst, dst_stride);
+    else quantize(4, &box, (uint8_t *)(uintptr_t)dst, dst_stride);
+    Py_END_ALLOW_THREADS
+    Py_RETURN_NONE;
+}
+
 static PyMethodDef methods[] = {
+    {"amax", codec_amax, METH_VARARGS, "amax(box) -> numbers that are not finite"},
+    {"quantize", codec_quantize, METH_VARARGS, "quantize(box, dst, dst stride)"},
     {"encode", codec_encode, METH_VARARGS, "encode(new, base, width, elements, out, capacity) -> bytes, 0 if they do not fit"},
     {"check", codec_check, METH_VARARGS, "check(patch, bytes, width, elements) -> what is wrong, or None"},
     {"apply", codec_apply, METH_VARARGS, "apply(patch, width, elements, begin, address, length) -> whether every change had a row"},

@@ -5,7 +5,7 @@ version into that of the next. Little-endian; N elements in blocks of 16384, tho
 
 1. header   u32 `WPT1`, u32 width, u64 N, u64 bytes of the patch, u64 base version, u64 version
 2. table    for every block: u32 offset of its record from the start of the patch / 4, u16 changes, u16 escapes
-3. record   of a block with changes: u8 counts[64], u8 places[changes], values, u16 wide[escapes]; padded to 4 with zeros
+3. record   of a block with changes: u8 counts[64], u8 places[changes], values, u16 wide[escapes]; zeros up to 4
 4. counts   how many elements of each group changed; never all 256
 5. places   of the changed elements in their group, ascending
 6. values   width 1: the new byte. Width 4: the new u32. Width 2: i8 new − old modulo 2^16, or −128 for an escape,
@@ -242,19 +242,25 @@ def _check_slowly(patch: Bytes, width: int, num_elements: int) -> str | None:
         return "another width or number of elements or bytes"
     if len(patch) < first_record:
         return "shorter than its table of blocks"
-    for block, (offset, changes, escapes) in enumerate(_table(patch, num_elements).tolist()):
-        count = min(num_elements - block * BLOCK, BLOCK)
-        if changes != DENSE and changes > count:
-            return "more changes than elements"
-        if escapes > changes or (escapes and (width != 2 or changes == DENSE)):
-            return "escapes where there can be none"
-        size = _record_bytes(width, count, changes, escapes)
-        if size and (offset * 4 < first_record or offset * 4 + size > len(patch)):
-            return "a record lies outside the patch"
-        if size and changes != DENSE:
-            wrong = _check_record(patch[offset * 4 : offset * 4 + size], width, count, changes, escapes)
-            if wrong is not None:
-                return wrong
+    entries = enumerate(_table(patch, num_elements).tolist())
+    found = (
+        _check_block(patch, width, min(num_elements - n * BLOCK, BLOCK), first_record, *entry) for n, entry in entries
+    )
+    return next((wrong for wrong in found if wrong is not None), None)
+
+
+def _check_block(
+    patch: Bytes, width: int, elements: int, first_record: int, offset: int, changes: int, escapes: int
+) -> str | None:
+    if changes != DENSE and changes > elements:
+        return "more changes than elements"
+    if escapes > changes or (escapes and (width != 2 or changes == DENSE)):
+        return "escapes where there can be none"
+    size = _record_bytes(width, elements, changes, escapes)
+    if size and (offset * 4 < first_record or offset * 4 + size > len(patch)):
+        return "a record lies outside the patch"
+    if size and changes != DENSE:
+        return _check_record(patch[offset * 4 : offset * 4 + size], width, elements, changes, escapes)
     return None
 
 
