@@ -26,6 +26,8 @@ class ReceiverMode(enum.StrEnum):
     """In staging memory, beside generation; the pause is the commit's local copy."""
     IN_PLACE = "in_place"
     """In the live tensors; the pause lasts from the first write to the commit."""
+    PATCH = "patch"
+    """Only what changes is staged; the pause is the time it takes to apply it. Needs `delta`."""
 
 
 class DigestPolicy(enum.StrEnum):
@@ -35,6 +37,15 @@ class DigestPolicy(enum.StrEnum):
     """Every version is compared before it is committed."""
     OFF = "off"
     """Bytes are counted, not compared."""
+
+
+class DeltaPolicy(enum.StrEnum):
+    """Whether only what changed is sent."""
+
+    OFF = "off"
+    """Every version is sent whole."""
+    ON = "on"
+    """Versions are sent as patches to what each engine holds, with anchors in between."""
 
 
 AnyEnum = TypeVar("AnyEnum", bound=enum.StrEnum)
@@ -55,6 +66,10 @@ class TransferSettings:
     """Where receivers let writes land."""
     digest: DigestPolicy = DigestPolicy.ON
     """Whether versions are verified by digests."""
+    delta: DeltaPolicy = DeltaPolicy.OFF
+    """Whether only what changed is sent. Trainers keep two copies of what they send."""
+    anchor_every: int = 20
+    """With `delta`: every so many versions one is sent whole."""
     transport: str = "auto"
     """`auto` takes the fastest for each link; a name is used for every link, or refused."""
     allow_fallback: bool = False
@@ -73,6 +88,11 @@ class TransferSettings:
     def __post_init__(self) -> None:
         object.__setattr__(self, "mode", _member_of(ReceiverMode, self.mode, "mode"))
         object.__setattr__(self, "digest", _member_of(DigestPolicy, self.digest, "digest"))
+        object.__setattr__(self, "delta", _member_of(DeltaPolicy, self.delta, "delta"))
+        if self.mode is ReceiverMode.PATCH and self.delta is DeltaPolicy.OFF:
+            raise ConfigError("mode `patch` without delta", hint="set delta to `on`: there are no patches without it")
+        if not 1 <= self.anchor_every <= 1_000_000:
+            raise ConfigError(f"anchor_every is {self.anchor_every}", hint="expected 1 to 1000000")
         for name in ("beat_s", "silence_s", "version_s"):
             if not 0 < getattr(self, name) <= 86_400:
                 raise ConfigError(f"{name} is {getattr(self, name)}", hint="expected more than 0 and at most 86400 s")

@@ -27,10 +27,20 @@ LARGE = {f"layer{i}": (512, 1024) for i in range(4)}
 ANSWER_S = 30.0
 
 
-def checkpoint(version: int, shapes: dict[str, tuple[int, ...]] = SHAPES) -> dict[str, np.ndarray]:
-    """The whole weights of a version."""
-    rng = np.random.default_rng(version)
-    return {name: rng.standard_normal(shape, dtype=np.float32) for name, shape in shapes.items()}
+def checkpoint(
+    version: int, shapes: dict[str, tuple[int, ...]] = SHAPES, density: float = 1.0
+) -> dict[str, np.ndarray]:
+    """The whole weights of a version; below a density of 1 most of them are those of the version before."""
+    if density == 1.0:
+        rng = np.random.default_rng(version)
+        return {name: rng.standard_normal(shape, dtype=np.float32) for name, shape in shapes.items()}
+    weights = checkpoint(0, shapes)
+    for number in range(1, version + 1):
+        rng = np.random.default_rng(number)
+        for array in weights.values():
+            hit = rng.random(array.shape) < density
+            array[hit] = rng.standard_normal(hit.sum(), dtype=np.float32)
+    return weights
 
 
 def parts_of(rank: int, num_ranks: int, dim: int, shapes: dict[str, tuple[int, ...]] = SHAPES):
@@ -51,13 +61,15 @@ def _arrays(rank: int, num_ranks: int, dim: int, shapes: dict[str, tuple[int, ..
     return boxes, arrays, Weights.from_arrays(arrays, parts=parts)
 
 
-def _trainer(pipe: Any, address: str, rank: int, num_ranks: int, shapes: dict[str, tuple[int, ...]]) -> None:
+def _trainer(
+    pipe: Any, address: str, rank: int, num_ranks: int, shapes: dict[str, tuple[int, ...]], density: float
+) -> None:
     """Publishes the versions it is asked for; answers what became of each."""
     boxes, arrays, weights = _arrays(rank, num_ranks, 0, shapes)
     with Sender(address, rank=rank, weights=weights, timeout_s=20.0) as sender:
         pipe.send("there")
         while (version := pipe.recv()) is not None:
-            for name, value in checkpoint(version, shapes).items():
+            for name, value in checkpoint(version, shapes, density).items():
                 arrays[name][...] = value[boxes[name]]
             try:
                 publication = sender.publish(version=version)
@@ -145,10 +157,11 @@ class Fleet:
         num_trainers: int = 2,
         num_engines: int = 2,
         shapes: dict[str, tuple[int, ...]] = SHAPES,
+        density: float = 1.0,
         quorum: int = 0,
         **settings: Any,
     ) -> None:
-        self.shapes = shapes
+        self.shapes, self.density = shapes, density
         defaults = {"silence_s": 2.0, "version_s": 10.0, "nixl_devices": "lo"}
         self._options = {
             "num_trainers": num_trainers,
@@ -165,7 +178,7 @@ class Fleet:
             assert member.answer() == "there"
 
     def new_trainer(self, rank: int) -> Process:
-        return Process(_trainer, self.address, rank, self._options["num_trainers"], self.shapes)
+        return Process(_trainer, self.address, rank, self._options["num_trainers"], self.shapes, self.density)
 
     def new_engine(self, rank: int) -> Process:
         return Process(_engine, self.address, rank, self._options["num_engine_ranks"], self.shapes)
@@ -197,7 +210,7 @@ class Fleet:
     def check(self, version: int | None, ranks: tuple[int, ...] | None = None) -> None:
         """These engine ranks (all, by default) hold exactly their part of one version."""
         chosen = tuple(range(len(self.engines))) if ranks is None else ranks
-        whole = checkpoint(version, self.shapes) if version is not None else None
+        whole = checkpoint(version, self.shapes, self.density) if version is not None else None
         for rank, (visible, arrays) in zip(chosen, self.holdings([self.engines[r] for r in chosen]), strict=True):
             boxes, _ = parts_of(rank, len(self.engines), 1, self.shapes)
             assert visible == version, f"engine {rank} serves {visible}, not {version}"

@@ -54,6 +54,9 @@ _HEADER = np.dtype(
     ]
 )
 _ENTRY = np.dtype([("offset", "<u4"), ("changes", "<u2"), ("escapes", "<u2")])
+HEADER_BYTES = _HEADER.itemsize
+BLOCK_OVERHEAD = _ENTRY.itemsize + 4
+"""Most a block costs beyond its elements."""
 NO_BASE = (1 << 64) - 1
 """Base of a patch that needs none: every block is dense."""
 Bytes = NDArray[np.uint8]
@@ -89,7 +92,7 @@ class ImageRows:
 def max_bytes(num_elements: int, width: int) -> int:
     """No patch of so many elements is longer."""
     num_blocks = -(-num_elements // BLOCK)
-    return _HEADER.itemsize + num_blocks * (_ENTRY.itemsize + 4) + num_elements * width
+    return HEADER_BYTES + num_blocks * BLOCK_OVERHEAD + num_elements * width
 
 
 def encode(
@@ -101,13 +104,12 @@ def encode(
     process's memory.
     """
     _check_width(width)
-    size = 0
-    if capacity <= MAX_BYTES:
-        if _codec is not None:
-            size = int(_codec.encode(now, old or 0, width, num_elements, out, capacity))
-        else:
-            before = None if old is None else _at(old, num_elements * width)
-            size = _encode_slowly(_at(now, num_elements * width), before, width, _at(out, capacity))
+    capacity = min(capacity, MAX_BYTES)
+    if _codec is not None:
+        size = int(_codec.encode(now, old or 0, width, num_elements, out, capacity))
+    else:
+        before = None if old is None else _at(old, num_elements * width)
+        size = _encode_slowly(_at(now, num_elements * width), before, width, _at(out, capacity))
     if size == 0:
         raise CodecError(
             f"a patch of {num_elements} elements does not fit into {capacity} bytes",

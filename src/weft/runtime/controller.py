@@ -24,7 +24,7 @@ from typing import Any, Self
 
 import msgspec
 
-from weft.config import ReceiverMode, TransferSettings
+from weft.config import DeltaPolicy, ReceiverMode, TransferSettings
 from weft.core import plan_file
 from weft.core.plan import Plan
 from weft.core.topology import Cluster, load_topology
@@ -85,6 +85,8 @@ class ControllerStatistics:
     last_abort: str
     last_version_s: float
     """From the first trainer's wish to write until the last engine had committed."""
+    last_wire_bytes: int
+    """What trainers sent for it; patches are shorter than `bytes_per_version`."""
     channel: dict[str, int]
 
 
@@ -168,12 +170,14 @@ class Controller:
         self._is_rebuilt = False
         self._transfer: _Transfer | None = None
         self._wants: dict[int, int] = {}
+        self._holds: dict[int, int | None] = {}
+        """Engine rank → the version it serves; None where its weights are torn."""
         self._uncommitted: set[int] = set()
         """Engine ranks that were told to commit a version and have not done so."""
         self._steps: dict[int, tuple[int, int]] = {}
         """Engine rank → the last version it learned of, and the step it had reached then."""
         self._counts: Counter[str] = Counter()
-        self._last_abort, self._last_version_s = "", 0.0
+        self._last_abort, self._last_version_s, self._last_wire_bytes = "", 0.0, 0
         self._planned = threading.Event()
         self._stop = threading.Event()
         self._server = Server(address, messages=ToController, **security)
@@ -201,6 +205,7 @@ class Controller:
             num_aborted=self._counts["aborted"],
             last_abort=self._last_abort,
             last_version_s=self._last_version_s,
+            last_wire_bytes=self._last_wire_bytes,
             channel=asdict(self._server.statistics()),
         )
 
@@ -334,7 +339,14 @@ class Controller:
         self._lost.pop(member, None)
         if join.pending is not None:
             self._uncommitted.add(join.rank)
-        welcome = Welcome(controller=self._name, settings=self._settings, ranks_per_engine=self._ranks_per_engine)
+        if join.side == "engine":
+            self._holds[join.rank] = join.holds
+        welcome = Welcome(
+            controller=self._name,
+            settings=self._settings,
+            ranks_per_engine=self._ranks_per_engine,
+            num_trainers=self._num["trainer"],
+        )
         self._send(member, welcome)
         log.info("%s joined (%d of %d)", member, len(self._members), sum(self._num.values()))
         self._must_plan = True
@@ -380,8 +392,8 @@ class Controller:
         links = {}
         for trainer, src in self._joins("trainer").items():
             for engine, dst in self._joins("engine").items():
-                shadow = settings.mode is ReceiverMode.SHADOW  # staging memory is weft's own
-                place = msgspec.structs.replace(dst.place, shareable=shadow or dst.place.shareable)
+                own = settings.mode is ReceiverMode.SHADOW or settings.delta is DeltaPolicy.ON  # weft's own memory
+                place = msgspec.structs.replace(dst.place, shareable=own or dst.place.shareable)
                 links[trainer, engine] = choose(
                     src.place, place, wanted=settings.transport, allow_fallback=settings.allow_fallback
                 )
@@ -556,7 +568,9 @@ class Controller:
         for trainer in sorted(transfer.waiting):
             transfer.was_written = True
             transfer.writers.add(trainer)
-            self._send(f"trainer {trainer}", Go(version=transfer.version, engines=sorted(transfer.engines)))
+            engines = sorted(transfer.engines)
+            holds = [self._holds.get(rank) for rank in engines]
+            self._send(f"trainer {trainer}", Go(version=transfer.version, engines=engines, holds=holds))
         transfer.waiting.clear()
 
     def _turn_away(self) -> None:
@@ -621,6 +635,7 @@ class Controller:
 
     def _engine_committed(self, rank: int, version: int) -> None:
         log.debug("engine %d serves version %d", rank, version)
+        self._holds[rank] = version
         self._uncommitted.discard(rank)
         self._finish()
         self._let_go()
@@ -633,6 +648,7 @@ class Controller:
         transfer.is_commit = False
         self._counts["committed"] += 1
         self._last_version_s = time.monotonic() - transfer.began
+        self._last_wire_bytes = sum(part.num_bytes for part in transfer.parts)
         log.info("version %d is served everywhere (%.1f ms)", transfer.version, self._last_version_s * 1e3)
         for rank in self._joins("trainer"):
             self._send(f"trainer {rank}", Decide(version=transfer.version, commit=True))
@@ -649,6 +665,8 @@ class Controller:
         for rank in self._joins("engine"):
             message = Decide(version=decision.version, commit=True)
             if rank not in commits:
+                if transfer.was_written and self._settings.mode is ReceiverMode.IN_PLACE:
+                    self._holds[rank] = None
                 reason = decision.reason or "its engine was dropped"
                 message = Decide(version=decision.version, commit=False, torn=transfer.was_written, reason=reason)
             self._send(f"engine {rank}", message)

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from weft.codec import delta
 from weft.core.boxes import row_major_strides
 from weft.core.layout import DTYPE_BYTES
 from weft.core.runs import expand_runs
@@ -60,6 +61,15 @@ def in_live(weights: Weights) -> Landing:
         ranges=weights.ranges,
         copy=None,
         keep=weights,
+    )
+
+
+def patch_bytes(weights: Weights, num_trainers: int) -> int:
+    """Memory for the patches of all trainers, however their shares are cut: each byte has one sender."""
+    total = sum(int(np.prod(held.extent)) * DTYPE_BYTES[held.tensor.dtype] for held in weights.held)
+    num_blocks = total // delta.BLOCK + len(delta.WIDTHS) * num_trainers
+    return (
+        total + num_blocks * delta.BLOCK_OVERHEAD + num_trainers * len(delta.WIDTHS) * (delta.HEADER_BYTES + 2 * ALIGN)
     )
 
 

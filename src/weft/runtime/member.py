@@ -55,7 +55,7 @@ class ControlThread:
         self._address, self._duties = address, duties
         self.settings = TransferSettings()
         """The controller's, once it has answered."""
-        self.ranks_per_engine = 1
+        self.ranks_per_engine, self.num_trainers = 1, 1
         self._must_join = True
         self._is_joined = False
         """Whether the controller has answered; what is posted before waits."""
@@ -154,8 +154,9 @@ class ControlThread:
         self._last_heard = time.monotonic()
         self._is_lost = False
         match message:
-            case Welcome(settings=settings, ranks_per_engine=ranks_per_engine):
-                self.settings, self.ranks_per_engine = settings, ranks_per_engine
+            case Welcome():
+                self.settings = message.settings
+                self.ranks_per_engine, self.num_trainers = message.ranks_per_engine, message.num_trainers
                 self._is_joined = True
                 self._duties.joined()
             case Alive():

@@ -1,4 +1,4 @@
-"""Everything that travels on the control plane. Version 2.
+"""Everything that travels on the control plane. Version 3.
 
     member → controller   Join, Opened, Want, Written, At, Paused, Ready, Failed, Committed, Beat, Leave
     controller → member   Welcome, Refused, Unknown, Open, SendPlan, ReceivePlan, Expect, Go, Verify, Boundary, Decide,
@@ -18,7 +18,7 @@ from weft.config import TransferSettings
 from weft.transport.base import Column, Descriptor, Endpoint
 from weft.transport.registry import Place
 
-PROTOCOL = 2
+PROTOCOL = 3
 STEPS_AHEAD = 2
 """How many steps an engine rank may go on while the ranks of its engine agree on a boundary."""
 
@@ -54,6 +54,8 @@ class Join(_Message, frozen=True):
     """Engines: a version that was decided but is not visible yet."""
     ready: int | None = None
     """Engines: a version that is whole and verified, but not decided as far as they know."""
+    holds: int | None = None
+    """Engines: the version a patch could be applied to."""
 
 
 class Offer(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -70,6 +72,9 @@ class Opened(_Message, frozen=True):
     offers: dict[str, Offer]
     addresses: list[int]
     """Where each held shard is read from (trainers) or written to (engines)."""
+    patch_address: int = 0
+    """Engines that take patches: where these may land."""
+    patch_bytes: int = 0
 
 
 class Want(_Message, frozen=True):
@@ -151,6 +156,7 @@ class Welcome(_Message, frozen=True):
     """Names this run of the controller."""
     settings: TransferSettings
     ranks_per_engine: int
+    num_trainers: int
 
 
 class Refused(_Message, frozen=True):
@@ -185,6 +191,10 @@ class Target(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     length: bytes
     position: bytes
     """Where each row lies in the engine rank's digest space."""
+    width: bytes
+    """Bytes of each row's elements."""
+    slot: int = 0
+    """Where patches go, if they are sent."""
 
 
 class SendPlan(_Message, frozen=True):
@@ -202,6 +212,9 @@ class Source(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     address: bytes
     position: bytes
     length: bytes
+    width: bytes
+    slot: int = 0
+    """Where this trainer's patches land."""
 
 
 class ReceivePlan(_Message, frozen=True):
@@ -222,6 +235,8 @@ class Go(_Message, frozen=True):
 
     version: int
     engines: list[int]
+    holds: list[int | None]
+    """The version each of them serves, if that is known."""
 
 
 class Verify(_Message, frozen=True):

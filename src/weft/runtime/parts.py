@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from weft.codec.image import ImageLayout
 from weft.core.layout import DTYPE_BYTES, Layout, Shard, Tensor
 from weft.core.plan import Plan
 from weft.core.planner import make_plan
@@ -30,6 +31,7 @@ class Rows:
     dst: Column
     length: Column
     position: Column
+    width: Column
 
 
 def plan_members(
@@ -114,6 +116,24 @@ class Parts:
             (int(trainer), int(engine)): self._make_rows(int(trainer), int(engine))
             for trainer, engine in zip(*np.nonzero(plan.pair_bytes), strict=True)
         }
+        self._slots = self._make_slots()
+
+    def _make_slots(self) -> dict[tuple[int, int], int]:
+        """Where each trainer's patches land on each engine rank that has memory for them."""
+        slots = {}
+        used: dict[int, int] = {}
+        for (trainer, engine), rows in sorted(self._rows.items()):
+            opened = self._to[engine]
+            if not opened.patch_bytes:
+                continue
+            begin = used.get(engine, 0)
+            slots[trainer, engine] = opened.patch_address + begin
+            used[engine] = begin + -(-ImageLayout.of(rows.length, rows.width).max_patch_bytes // ALIGN) * ALIGN
+            if used[engine] > opened.patch_bytes:
+                raise PlanError(
+                    f"engine {engine} has {opened.patch_bytes} bytes for patches, {used[engine]} are needed"
+                )
+        return slots
 
     def send_plan(self, trainer: int) -> SendPlan:
         """The rows one trainer writes. It begins with the engine rank of its own number, so that all are busy."""
@@ -131,6 +151,8 @@ class Parts:
             dst=pack(rows.dst),
             length=pack(rows.length),
             position=pack(rows.position),
+            width=pack(rows.width),
+            slot=self._slots.get((trainer, engine), 0),
         )
 
     def receive_plan(self, engine: int) -> ReceivePlan:
@@ -142,6 +164,8 @@ class Parts:
                 address=pack(rows.dst),
                 position=pack(rows.position),
                 length=pack(rows.length),
+                width=pack(rows.width),
+                slot=self._slots.get((trainer, e), 0),
             )
             for (trainer, e), rows in self._rows.items()
             if e == engine
@@ -160,9 +184,10 @@ class Parts:
             address[runs.dst] + runs.dst_offset,
             runs.num_bytes,
             position[runs.dst] + runs.dst_offset,
+            plan.recipe.engine.itemsize[runs.dst],
         )
-        src, dst, length, where = (column[order].astype(np.uint64) for column in columns)
-        return Rows(src=src, dst=dst, length=length, position=where)
+        src, dst, length, where, width = (column[order].astype(np.uint64) for column in columns)
+        return Rows(src=src, dst=dst, length=length, position=where, width=width)
 
 
 def _shard_addresses(plan: Plan, join: Join, opened: Opened) -> NDArray[np.int64]:

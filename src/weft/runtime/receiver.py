@@ -28,11 +28,12 @@ import time
 from collections.abc import Callable
 from typing import Any, Self
 
-from weft.config import DigestPolicy, ReceiverMode
+from weft.config import DeltaPolicy, DigestPolicy, ReceiverMode
 from weft.devices import CPU, device_work
 from weft.errors import IntegrityError, ProtocolError, TransferTimeout, WeftError
 from weft.runtime.arrivals import STEP_BYTES, Arrivals, Stream, spare_core
-from weft.runtime.landing import Landing, in_live, in_staging
+from weft.runtime.incoming import Incoming, Patches
+from weft.runtime.landing import Landing, in_live, in_staging, patch_bytes
 from weft.runtime.member import ControlThread
 from weft.runtime.messages import (
     PROTOCOL,
@@ -55,7 +56,7 @@ from weft.runtime.messages import (
 from weft.runtime.sender import held_shard
 from weft.runtime.transports import OpenTransports
 from weft.runtime.weights import Weights
-from weft.transport.base import Transport
+from weft.transport.base import Memory, Transport
 
 FOLLOW_S = 0.001
 """How long to wait between looks at what has landed."""
@@ -98,6 +99,13 @@ class Receiver:
         self._streams: list[Stream] = []
         self._arrivals: Arrivals | None = None
         self._sent: tuple[list[Part], float] | None = None
+        self._expected: int | None = None
+        self._incoming: list[Incoming] = []
+        self._patch_memory: Memory | None = None
+        self._patches: Patches | None = None
+        """What `commit` will apply (mode `patch`)."""
+        self._staged: int | None = None
+        """The version in staging memory (mode `shadow` with patches)."""
         self._changed = threading.Condition()
         self._ready: int | None = None
         self._pending: int | None = None
@@ -204,15 +212,18 @@ class Receiver:
                 raise ProtocolError(f"version {version} is not waiting to be committed on {self.member}")
             assert self._landing is not None
             self._work.synchronize()  # what the engine queued still reads the old weights
-            if self._landing.copy is None:
+            if in_place:
                 return self._receive_in_place(version, timeout_s)
-            self._work.copy(*self._landing.copy)
+            if self._patches is not None:
+                self._patches.apply()
+            elif self._landing.copy is not None:
+                self._work.copy(*self._landing.copy)
             self._serve(version)
         return True
 
     def _serve(self, version: int) -> None:
         """With the lock held: the version is visible now."""
-        self._version, self._poison = version, None
+        self._version, self._poison, self._patches = version, None, None
         if self._boundary is not None:  # a rank that waited goes on where the others are
             self._step = max(self._step, self._boundary)
         self._clear_pending()
@@ -248,7 +259,7 @@ class Receiver:
     def join_message(self) -> Join:
         """How to join, with what is known of versions."""
         with self._changed:
-            staged = self._landing is not None and self._landing.copy is not None
+            staged = self._control.settings.mode is not ReceiverMode.IN_PLACE
             return Join(
                 protocol=PROTOCOL,
                 side="engine",
@@ -258,6 +269,7 @@ class Receiver:
                 last=self._version,
                 pending=self._pending if staged else None,
                 ready=self._ready if staged else None,
+                holds=self._holds,
             )
 
     def joined(self) -> None:
@@ -272,10 +284,15 @@ class Receiver:
             case Open():
                 self._open(message)
             case ReceivePlan(sources=sources):
-                self._streams = [Stream.of(source) for source in sources]
+                if self._has_patches:
+                    self._incoming = [Incoming.of(source) for source in sources]
+                else:
+                    self._streams = [Stream.of(source) for source in sources]
             case Expect(version=version):
                 self._expect(version)
             case Verify(version=version, parts=parts):
+                if self._has_patches and self._expected == version:
+                    self._follow_patches(version, parts)
                 if self._arrivals is not None and self._arrivals.version == version:
                     self._sent = (parts, time.monotonic() + self._control.settings.version_s)
             case Boundary(version=version, step=step):
@@ -292,9 +309,15 @@ class Receiver:
         if message.fresh:
             self._cut_off()
         self._transports.open(message.transports, settings)
+        if self._has_patches and self._patch_memory is None:
+            self._patch_memory = self._transports.allocate(patch_bytes(self._weights, self._control.num_trainers))
         if settings.mode is ReceiverMode.SHADOW:
             if self._landing is None:
                 self._landing = in_staging(self._weights, self._transports.allocate)
+            self._report_open(message.round)
+            return
+        if self._has_patches:  # nobody else writes into the live weights
+            self._landing = in_live(self._weights)
             self._report_open(message.round)
             return
         rehome = self._landing is None and "shm" in message.transports
@@ -311,29 +334,69 @@ class Receiver:
 
     def _report_open(self, number: int) -> None:
         assert self._landing is not None
-        offers = self._transports.offers(self._landing.ranges)
-        self._control.post(Opened(round=number, offers=offers, addresses=list(self._landing.addresses)))
+        addresses, patches = list(self._landing.addresses), self._patch_memory
+        if patches is None:
+            offers = self._transports.offers(self._landing.ranges)
+            self._control.post(Opened(round=number, offers=offers, addresses=addresses))
+            return
+        where = patches.address, patches.num_bytes
+        offers = self._transports.offers([where])
+        opened = Opened(round=number, offers=offers, addresses=addresses, patch_address=where[0], patch_bytes=where[1])
+        self._control.post(opened)
 
     def _cut_off(self) -> None:
         """A writer was lost while it wrote: it must not reach memory that is used from now on."""
         closed = self._transports.close_all()
-        self._quarantine.append((self._landing, closed))
-        self._landing, self._ready = None, None
+        self._quarantine.append((self._landing, self._patch_memory, closed))
+        self._landing, self._patch_memory, self._staged, self._ready = None, None, None, None
 
     def _expect(self, version: int) -> None:
         """A version is coming: follow it, and in place ask the engine to pause."""
-        step_bytes = STEP_BYTES if self._weights.device == CPU else 1 << 62
-        self._arrivals = Arrivals(
-            version,
-            self._streams,
-            self._transports,
-            self._work,
-            self._control.settings.digest,
-            step_bytes=step_bytes,
-        )
+        self._expected = version
+        self._arrivals = None if self._has_patches else self._follow(version, self._streams)
         self._sent, self._ready = None, None
         if self._control.settings.mode is ReceiverMode.IN_PLACE:
             self._hand_out(version)
+
+    def _follow(self, version: int, streams: list[Stream]) -> Arrivals:
+        step_bytes = STEP_BYTES if self._weights.device == CPU else 1 << 62
+        digest = self._control.settings.digest
+        return Arrivals(version, streams, self._transports, self._work, digest, step_bytes=step_bytes)
+
+    @property
+    def _has_patches(self) -> bool:
+        return self._control.settings.delta is DeltaPolicy.ON
+
+    @property
+    def _holds(self) -> int | None:
+        """The version the weights are; None where they are torn, or not known."""
+        return None if self._poison is not None else self._version
+
+    def _follow_patches(self, version: int, parts: list[Part]) -> None:
+        """How long a version's patches are is known when they were sent."""
+        sent = {part.trainer: part.num_bytes for part in parts}
+        try:
+            self._arrivals = self._follow(version, [link.stream(sent.get(link.trainer, 0)) for link in self._incoming])
+        except WeftError as error:
+            self._control.post(Failed(version=version, reason=str(error)))
+
+    def _take_patches(self, version: int, parts: list[Part]) -> None:
+        """Patches are here: look whether they fit, and apply them where the engine does not look."""
+        patches = Patches(version, self._incoming, parts)
+        patches.check(base=self._holds)
+        match self._control.settings.mode:
+            case ReceiverMode.PATCH:
+                self._patches = patches
+            case ReceiverMode.SHADOW:
+                assert self._landing is not None
+                assert self._landing.copy is not None
+                live, staged, length = self._landing.copy
+                if self._staged != self._version or self._version is None:  # an aborted version, or a new memory
+                    self._work.copy(staged, live, length)
+                self._staged = version
+                patches.apply()
+            case ReceiverMode.IN_PLACE:
+                patches.apply()
 
     def _hand_out(self, version: int) -> None:
         """Let `poll` return a version, at a step all ranks of the engine agree on."""
@@ -346,9 +409,11 @@ class Receiver:
 
     def _decide(self, decision: Decide) -> None:
         self._arrivals, self._sent, self._ready = None, None, None
-        if self._control.settings.mode is ReceiverMode.SHADOW:
+        if self._control.settings.mode is not ReceiverMode.IN_PLACE:
             if decision.commit:
                 self._hand_out(decision.version)
+            else:
+                self._patches = None
             return
         with self._changed:
             if self._pending == decision.version:
@@ -380,6 +445,8 @@ class Receiver:
                 return 0.0
             if arrivals.is_whole:
                 arrivals.check(parts)
+                if self._has_patches:
+                    self._take_patches(arrivals.version, parts)
                 self._ready = arrivals.version
                 self._control.post(Ready(version=arrivals.version))
             elif time.monotonic() > deadline:
@@ -406,7 +473,7 @@ class Receiver:
         """What was on its way is not finished; what was decided stays. An update in place may be torn."""
         self._arrivals, self._sent = None, None
         with self._changed:
-            if self._pending is not None and self._landing is not None and self._landing.copy is None:
+            if self._pending is not None and self._control.settings.mode is ReceiverMode.IN_PLACE:
                 self._end_in_place(Decide(version=self._pending, commit=False, torn=True, reason=str(error)))
 
     def failed(self, error: WeftError) -> None:

@@ -21,7 +21,10 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Self
 
-from weft.config import DigestPolicy
+import numpy as np
+
+from weft.codec.image import ImageLayout
+from weft.config import DeltaPolicy, DigestPolicy
 from weft.devices import device_work
 from weft.errors import ProtocolError, TransferTimeout, TransportError, VersionError, WeftError
 from weft.runtime.member import ControlThread
@@ -42,6 +45,7 @@ from weft.runtime.messages import (
     Written,
     unpack,
 )
+from weft.runtime.outgoing import Outgoing
 from weft.runtime.transports import OpenTransports
 from weft.runtime.weights import Held, Weights
 from weft.transport.base import Batch, Ticket, Transport
@@ -96,7 +100,11 @@ class _Prepared:
     engine: int
     transport: str
     batch: Batch | None
+    """What every version writes; None for patches, which differ."""
     obstacle: str = ""
+    peer: str = ""
+    slot: int = 0
+    outgoing: Outgoing | None = None
 
 
 class Sender:
@@ -223,13 +231,33 @@ class Sender:
         """Start all writes, those over one transport together."""
         posted = []
         wanted = [prepared for prepared in self._prepared if prepared.engine in go.engines]
-        losses += [Loss(engine=p.engine, reason=p.obstacle) for p in wanted if p.batch is None]
-        for name in sorted({prepared.transport for prepared in wanted}):
-            mine = [(p.engine, p.batch) for p in wanted if p.transport == name and p.batch is not None]
+        losses += [Loss(engine=p.engine, reason=p.obstacle) for p in wanted if p.obstacle]
+        batches = self._batches_of(publication, go, [p for p in wanted if not p.obstacle])
+        for name in sorted({prepared.transport for prepared, _ in batches}):
+            mine = [(p.engine, batch) for p, batch in batches if p.transport == name]
             tickets = self._transports[name].post_all([batch for _, batch in mine], tag=go.version + 1)
             publication._tickets += tickets
             posted += [(engine, ticket) for (engine, _), ticket in zip(mine, tickets, strict=True)]
         return posted
+
+    def _batches_of(self, publication: Publication, go: Go, wanted: list[_Prepared]) -> list[tuple[_Prepared, Batch]]:
+        """What to write: prepared rows, or the version's patches. Once patches are packed the weights may change."""
+        holds = dict(zip(go.engines, go.holds, strict=True))
+        links = [(p, p.outgoing) for p in wanted if p.outgoing is not None]
+        for _, outgoing in links:
+            outgoing.pack(go.version)
+        if links:
+            publication._released.set()
+        found = [(p, p.batch) for p in wanted if p.batch is not None]
+        for p, outgoing in links:
+            num_bytes = outgoing.encode(go.version, engine_holds=holds[p.engine])
+            found.append((p, self._patch_batch(p, outgoing, num_bytes)))
+        return found
+
+    def _patch_batch(self, prepared: _Prepared, outgoing: Outgoing, num_bytes: int) -> Batch:
+        src, dst, length = (np.array([n], dtype=np.uint64) for n in (outgoing.patch.address, prepared.slot, num_bytes))
+        position = np.zeros(1, dtype=np.uint64) if self._control.settings.digest is DigestPolicy.ON else None
+        return self._transports[prepared.transport].prepare(prepared.peer, src, dst, length, position)
 
     def join_message(self) -> Join | None:
         """How to join; not while a write is under way, which a new controller would not know of."""
@@ -258,6 +286,9 @@ class Sender:
                 self._go(version, message)
             case Decide(version=version, commit=commit, reason=reason):
                 publication = self._publications.get(version)
+                for prepared in self._prepared if commit else ():
+                    if prepared.outgoing is not None:
+                        prepared.outgoing.committed(version)
                 if publication is not None:
                     aborted = VersionError(f"version {version} was aborted: {reason}")
                     self._decide(publication, None if commit else aborted)
@@ -284,11 +315,23 @@ class Sender:
         position = unpack(target.position) if self._control.settings.digest is DigestPolicy.ON else None
         try:
             peer = transport.connect(endpoint, target.offer.descriptors)
+            if self._control.settings.delta is DeltaPolicy.ON:
+                return self._prepare_patches(target, transport, peer)
             rows = (unpack(target.src), unpack(target.dst), unpack(target.length))
             batch = transport.prepare(peer, *rows, position)
         except TransportError as error:
             return _Prepared(target.engine, endpoint.transport, None, str(error))
         return _Prepared(target.engine, endpoint.transport, batch)
+
+    def _prepare_patches(self, target: Target, transport: Transport[Any], peer: str) -> _Prepared:
+        """Images of what the engine rank gets; nothing is known of what it holds, so an anchor comes first."""
+        layout = ImageLayout.of(unpack(target.length), unpack(target.width))
+        anchor_every = self._control.settings.anchor_every
+        outgoing = Outgoing(layout, unpack(target.src), self._work, anchor_every=anchor_every)
+        transport.register(outgoing.patch.address, outgoing.patch.num_bytes)
+        return _Prepared(
+            target.engine, target.offer.endpoint.transport, None, peer=peer, slot=target.slot, outgoing=outgoing
+        )
 
     def idle(self) -> float | None:
         """Nothing to do between messages."""

@@ -1,0 +1,118 @@
+"""The image of a link: what one trainer sends to one engine rank, in one piece, elements of equal size together.
+
+Both ends compute the same image from the rows of the plan: rows keep their order inside a section; there is a section
+for each size of elements. What travels as patches is the difference between two images.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from weft.codec import delta
+from weft.codec.delta import ImageRows
+from weft.errors import CodecError
+from weft.native import Column
+
+ALIGN = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Section:
+    """The elements of one size."""
+
+    width: int
+    begin: int
+    """First byte in the image."""
+    num_elements: int
+    rows: NDArray[np.int64]
+    """Which of the link's rows lie here, in this order."""
+    row_begin: Column
+    """First byte of each row in the section."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the section."""
+        return self.num_elements * self.width
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImageLayout:
+    """Where the rows of a link lie in its image."""
+
+    sections: tuple[Section, ...]
+    num_bytes: int
+    length: Column
+
+    @classmethod
+    def of(cls, length: Column, width: Column) -> ImageLayout:
+        """From the bytes of each row and of its elements."""
+        sections, begin = [], 0
+        for size in sorted(set(width.tolist()), reverse=True):
+            rows = np.flatnonzero(width == size)
+            ends = np.cumsum(length[rows])
+            total = int(ends[-1])
+            if size not in delta.WIDTHS or total % size:
+                raise CodecError(f"rows of {total} bytes with elements of {size} bytes")
+            sections.append(
+                Section(width=size, begin=begin, num_elements=total // size, rows=rows, row_begin=ends - length[rows])
+            )
+            begin += -(-total // ALIGN) * ALIGN
+        return cls(sections=tuple(sections), num_bytes=begin, length=length)
+
+    @property
+    def max_patch_bytes(self) -> int:
+        """No patches of all sections are longer."""
+        return sum(_padded(delta.max_bytes(part.num_elements, part.width)) for part in self.sections)
+
+    def addresses(self, image: int) -> Column:
+        """Where each row lies in an image at some address."""
+        found = np.zeros(len(self.length), dtype=np.uint64)
+        for part in self.sections:
+            found[part.rows] = np.uint64(image + part.begin) + part.row_begin
+        return found
+
+    def encode(self, now: int, old: int | None, out: int, capacity: int, *, base: int, version: int) -> int:
+        """Patches of all sections, one after the other; returns their bytes."""
+        done = 0
+        for part in self.sections:
+            done += _padded(
+                delta.encode(
+                    now + part.begin,
+                    None if old is None else old + part.begin,
+                    width=part.width,
+                    num_elements=part.num_elements,
+                    out=out + done,
+                    capacity=capacity - done,
+                    base=base,
+                    version=version,
+                )
+            )
+        return done
+
+    def check(self, patches: int, num_bytes: int, *, base: int | None, version: int) -> None:
+        """Raise CodecError unless these are sound patches of all sections."""
+        done = 0
+        for part in self.sections:
+            size = delta.read_header(patches + done, num_bytes - done).num_bytes
+            if size > num_bytes - done:
+                raise CodecError(f"a patch of {size} bytes, of which {num_bytes - done} are here")
+            delta.check(
+                patches + done, size, width=part.width, num_elements=part.num_elements, base=base, version=version
+            )
+            done += _padded(size)
+        if done != num_bytes:
+            raise CodecError(f"{num_bytes} bytes of patches, of which {done} are used")
+
+    def apply(self, patches: int, address: Column) -> None:
+        """Apply checked patches to rows at these addresses."""
+        for part in self.sections:
+            rows = ImageRows(begin=part.row_begin, address=address[part.rows], length=self.length[part.rows])
+            delta.apply(patches, width=part.width, num_elements=part.num_elements, rows=rows)
+            patches += _padded(delta.read_header(patches, delta.HEADER_BYTES).num_bytes)
+
+
+def _padded(num_bytes: int) -> int:
+    return -(-num_bytes // 8) * 8
