@@ -48,6 +48,15 @@ class DeltaPolicy(enum.StrEnum):
     """Versions are sent as patches to what each engine holds, with anchors in between."""
 
 
+class CompressionPolicy(enum.StrEnum):
+    """Whether patches are compressed."""
+
+    NONE = "none"
+    """As they are: memory speed."""
+    ZSTD = "zstd"
+    """By Zstandard: about half the bytes."""
+
+
 AnyEnum = TypeVar("AnyEnum", bound=enum.StrEnum)
 
 
@@ -70,6 +79,8 @@ class TransferSettings:
     """Whether only what changed is sent. Trainers keep two copies of what they send."""
     anchor_every: int = 20
     """With `delta`: every so many versions one is sent whole."""
+    compression: CompressionPolicy = CompressionPolicy.NONE
+    """With `delta`: whether patches are compressed; for links slower than about 1 GB/s."""
     transport: str = "auto"
     """`auto` takes the fastest for each link; a name is used for every link, or refused."""
     allow_fallback: bool = False
@@ -89,6 +100,11 @@ class TransferSettings:
         object.__setattr__(self, "mode", _member_of(ReceiverMode, self.mode, "mode"))
         object.__setattr__(self, "digest", _member_of(DigestPolicy, self.digest, "digest"))
         object.__setattr__(self, "delta", _member_of(DeltaPolicy, self.delta, "delta"))
+        object.__setattr__(self, "compression", _member_of(CompressionPolicy, self.compression, "compression"))
+        if self.compression is not CompressionPolicy.NONE and self.delta is DeltaPolicy.OFF:
+            raise ConfigError(
+                "compression without delta", hint="set delta to `on`: patches are compressed, not weights"
+            )
         if self.mode is ReceiverMode.PATCH and self.delta is DeltaPolicy.OFF:
             raise ConfigError("mode `patch` without delta", hint="set delta to `on`: there are no patches without it")
         if not 1 <= self.anchor_every <= 1_000_000:

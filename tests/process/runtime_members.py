@@ -196,6 +196,13 @@ class Fleet:
         self.controller.ask(timeout_s)
         assert self.controller.answer(timeout_s + 5.0), "the members are not planned"
 
+    def wait_lost(self, member: str, timeout_s: float = 20.0) -> None:
+        """Until the controller has noticed that a member is gone."""
+        deadline = time.monotonic() + timeout_s
+        while member not in self.statistics().lost:
+            assert time.monotonic() < deadline, f"{member} is not missed"
+            time.sleep(0.05)
+
     def publish(self, version: int) -> list[str]:
         for trainer in self.trainers:
             trainer.ask(version)

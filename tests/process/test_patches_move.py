@@ -25,6 +25,7 @@ EVERY_MODE = [{"mode": mode} for mode in ("patch", "shadow", "in_place")]
         *EVERY_MODE,
         {"mode": "patch", "transport": "cma", "num_trainers": 2, "digest": "off"},
         {"mode": "patch", "transport": "nixl", "num_engines": 1},
+        {"mode": "patch", "compression": "zstd"},
     ],
     indirect=True,
     ids=lambda value: " ".join(str(v) for v in value.values()),
@@ -53,6 +54,7 @@ def test_an_engine_that_comes_back_gets_an_anchor(fleet):
     for version in (1, 2):
         assert fleet.publish(version) == COMMITTED
     fleet.engines[1].kill()
+    fleet.wait_lost("engine 1")
     fleet.engines[1] = fleet.new_engine(1)
     assert fleet.engines[1].answer() == "there"
     fleet.wait_planned()
@@ -66,6 +68,7 @@ def test_a_trainer_that_comes_back_sends_an_anchor(fleet):
     for version in (1, 2):
         assert fleet.publish(version) == COMMITTED
     fleet.trainers[0].kill()
+    fleet.wait_lost("trainer 0")
     fleet.trainers[0] = fleet.new_trainer(0)
     assert fleet.trainers[0].answer() == "there"
     fleet.wait_planned()

@@ -1,5 +1,6 @@
 """Patches: exact for any change of any image, the same from C and NumPy, harmless when damaged."""
 
+import contextlib
 import ctypes
 import itertools
 
@@ -9,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from weft.codec import delta
+from weft.codec import compress, delta
 from weft.errors import CodecError
 
 FENCE = 64
@@ -158,3 +159,26 @@ def test_anything_else_is_refused(noise: bytes, width: int, num_elements: int) -
     buffer = ctypes.create_string_buffer(noise, max(len(noise), 1))
     with pytest.raises(CodecError):
         delta.check(ctypes.addressof(buffer), len(noise), width=width, num_elements=num_elements, base=1, version=2)
+
+
+@given(changes())
+@settings(max_examples=60, deadline=None)
+def test_a_compressed_patch_is_the_same_patch(case: tuple[int, NDArray[np.uint8], NDArray[np.uint8]]) -> None:
+    width, old, new = case
+    patch = patch_of(new, old, width)
+    packed = compress.compress(patch)
+    assert (compress.decompress(packed, width=width, num_elements=len(new) // width) == patch).all()
+
+
+@given(changes(), st.data())
+@settings(max_examples=100, deadline=None)
+def test_a_damaged_compressed_patch_is_refused_or_sound(
+    case: tuple[int, NDArray[np.uint8], NDArray[np.uint8]], data: st.DataObject
+) -> None:
+    width, old, new = case
+    packed = compress.compress(patch_of(new, old, width)).copy()
+    for _ in range(data.draw(st.integers(1, 4))):
+        packed[data.draw(st.integers(0, len(packed) - 1))] = data.draw(st.integers(0, 255))
+    packed = packed[: data.draw(st.integers(0, len(packed)))].copy()
+    with contextlib.suppress(CodecError):
+        applied(compress.decompress(packed, width=width, num_elements=len(old) // width), old, width)

@@ -108,23 +108,23 @@ def encode(
     if _codec is not None:
         size = int(_codec.encode(now, old or 0, width, num_elements, out, capacity))
     else:
-        before = None if old is None else _at(old, num_elements * width)
-        size = _encode_slowly(_at(now, num_elements * width), before, width, _at(out, capacity))
+        before = None if old is None else memory_view(old, num_elements * width)
+        size = _encode_slowly(memory_view(now, num_elements * width), before, width, memory_view(out, capacity))
     if size == 0:
         raise CodecError(
             f"a patch of {num_elements} elements does not fit into {capacity} bytes",
             hint=f"{max_bytes(num_elements, width)} are always enough, {MAX_BYTES} the most there can be",
         )
-    header = _at(out, _HEADER.itemsize).view(_HEADER)
+    header = memory_view(out, HEADER_BYTES).view(_HEADER)
     header["base"], header["version"] = NO_BASE if old is None else base, version
     return size
 
 
 def read_header(patch: int, num_bytes: int) -> PatchHeader:
     """The header of a patch in memory; raises CodecError if there is none."""
-    if num_bytes < _HEADER.itemsize:
+    if num_bytes < HEADER_BYTES:
         raise CodecError(f"{num_bytes} bytes are no patch")
-    header = _at(patch, _HEADER.itemsize).view(_HEADER)[0]
+    header = memory_view(patch, HEADER_BYTES).view(_HEADER)[0]
     if header["magic"] != _MAGIC:
         raise CodecError(f"what begins with {int(header['magic']):#x} is no patch")
     names = ("width", "num_elements", "num_bytes", "base", "version")
@@ -142,9 +142,9 @@ def check(patch: int, num_bytes: int, *, width: int, num_elements: int, base: in
     if _codec is not None:
         wrong = _codec.check(patch, num_bytes, width, num_elements)
     else:
-        wrong = _check_slowly(_at(patch, num_bytes), width, num_elements)
+        wrong = _check_slowly(memory_view(patch, num_bytes), width, num_elements)
     if wrong is None and header.base == NO_BASE:
-        changes = _table(_at(patch, num_bytes), num_elements)["changes"]
+        changes = table_of(memory_view(patch, num_bytes), num_elements)["changes"]
         wrong = None if (changes == DENSE).all() else "it needs a base and names none"
     if wrong is not None:
         raise CodecError(f"a damaged patch: {wrong}")
@@ -167,15 +167,28 @@ def _check_width(width: int) -> None:
         raise CodecError(f"elements of {width} bytes", hint="1, 2 or 4")
 
 
-def _at(address: int, num_bytes: int) -> Bytes:
-    """Memory of this process as an array."""
+def memory_view(address: int, num_bytes: int) -> Bytes:
+    """Memory of this process as an array; whoever asks keeps it alive."""
     buffer: Any = (ctypes.c_uint8 * num_bytes).from_address(address) if num_bytes else bytearray()
     return np.frombuffer(buffer, dtype=np.uint8)
 
 
-def _table(patch: Bytes, num_elements: int) -> NDArray[Any]:
-    num_blocks = -(-num_elements // BLOCK)
-    return patch[_HEADER.itemsize : _HEADER.itemsize + num_blocks * _ENTRY.itemsize].view(_ENTRY)
+def table_of(patch: Bytes, num_elements: int) -> NDArray[Any]:
+    """The table of a patch: offset / 4, changes, escapes of every block."""
+    return patch[HEADER_BYTES : first_record(num_elements)].view(_ENTRY)
+
+
+def first_record(num_elements: int) -> int:
+    """Where records begin."""
+    return HEADER_BYTES + -(-num_elements // BLOCK) * _ENTRY.itemsize
+
+
+def record_sizes(width: int, num_elements: int, changes: NDArray[Any], escapes: NDArray[Any]) -> NDArray[np.int64]:
+    """Bytes of each block's record."""
+    elements = np.minimum(num_elements - np.arange(len(changes), dtype=np.int64) * BLOCK, BLOCK)
+    sparse = GROUPS + changes.astype(np.int64) * (1 + (4 if width == 4 else 1)) + 2 * escapes.astype(np.int64)
+    size = np.where(changes == DENSE, elements * width, sparse)
+    return np.where(changes == 0, 0, -(-size // 4) * 4)
 
 
 # The same in NumPy
@@ -185,7 +198,7 @@ def _encode_slowly(now: Bytes, old: Bytes | None, width: int, out: Bytes) -> int
     new = now.view(f"<u{width}")
     base = None if old is None else old.view(f"<u{width}")
     num_blocks = -(-len(new) // BLOCK)
-    at = _HEADER.itemsize + num_blocks * _ENTRY.itemsize
+    at = first_record(len(new))
     if len(out) < at:
         return 0
     table = np.zeros(num_blocks, dtype=_ENTRY)
@@ -198,8 +211,8 @@ def _encode_slowly(now: Bytes, old: Bytes | None, width: int, out: Bytes) -> int
         out[at : at + len(record)] = record
         at += len(record)
     header = np.array([(_MAGIC, width, len(new), at, 0, 0)], dtype=_HEADER)
-    out[: _HEADER.itemsize] = header.view(np.uint8)
-    out[_HEADER.itemsize : _HEADER.itemsize + table.nbytes] = table.view(np.uint8)
+    out[:HEADER_BYTES] = header.view(np.uint8)
+    out[HEADER_BYTES : HEADER_BYTES + table.nbytes] = table.view(np.uint8)
     return at
 
 
@@ -228,38 +241,28 @@ def _pad(data: Bytes) -> Bytes:
     return np.concatenate([data, np.zeros(-len(data) % 4, dtype=np.uint8)])
 
 
-def _record_bytes(width: int, elements: int, changes: int, escapes: int) -> int:
-    if changes == 0:
-        return 0
-    sparse = GROUPS + changes * (1 + (4 if width == 4 else 1)) + 2 * escapes
-    return -(-(elements * width if changes == DENSE else sparse) // 4) * 4
-
-
 def _check_slowly(patch: Bytes, width: int, num_elements: int) -> str | None:
-    header = patch[: _HEADER.itemsize].view(_HEADER)[0]
-    num_blocks = -(-num_elements // BLOCK)
-    first_record = _HEADER.itemsize + num_blocks * _ENTRY.itemsize
+    header = patch[:HEADER_BYTES].view(_HEADER)[0]
+    begin = first_record(num_elements)
     expected = ((header["width"], width), (header["num_elements"], num_elements), (header["num_bytes"], len(patch)))
     if any(int(found) != wanted for found, wanted in expected):
         return "another width or number of elements or bytes"
-    if len(patch) < first_record:
+    if len(patch) < begin:
         return "shorter than its table of blocks"
-    entries = enumerate(_table(patch, num_elements).tolist())
-    found = (
-        _check_block(patch, width, min(num_elements - n * BLOCK, BLOCK), first_record, *entry) for n, entry in entries
-    )
+    entries = enumerate(table_of(patch, num_elements).tolist())
+    found = (_check_block(patch, width, min(num_elements - n * BLOCK, BLOCK), begin, *entry) for n, entry in entries)
     return next((wrong for wrong in found if wrong is not None), None)
 
 
 def _check_block(
-    patch: Bytes, width: int, elements: int, first_record: int, offset: int, changes: int, escapes: int
+    patch: Bytes, width: int, elements: int, begin: int, offset: int, changes: int, escapes: int
 ) -> str | None:
     if changes != DENSE and changes > elements:
         return "more changes than elements"
     if escapes > changes or (escapes and (width != 2 or changes == DENSE)):
         return "escapes where there can be none"
-    size = _record_bytes(width, elements, changes, escapes)
-    if size and (offset * 4 < first_record or offset * 4 + size > len(patch)):
+    size = int(record_sizes(width, elements, np.array([changes]), np.array([escapes]))[0])
+    if size and (offset * 4 < begin or offset * 4 + size > len(patch)):
         return "a record lies outside the patch"
     if size and changes != DENSE:
         return _check_record(patch[offset * 4 : offset * 4 + size], width, elements, changes, escapes)
@@ -280,10 +283,10 @@ def _check_record(record: Bytes, width: int, elements: int, changes: int, escape
 
 
 def _apply_slowly(address: int, width: int, num_elements: int, rows: ImageRows) -> bool:
-    patch = _at(address, read_header(address, _HEADER.itemsize).num_bytes)
+    patch = memory_view(address, read_header(address, HEADER_BYTES).num_bytes)
     image = _gather(rows)
     elements = image.view(f"<u{width}")
-    for block, (offset, changes, escapes) in enumerate(_table(patch, num_elements).tolist()):
+    for block, (offset, changes, escapes) in enumerate(table_of(patch, num_elements).tolist()):
         mine = elements[block * BLOCK : (block + 1) * BLOCK]
         record = patch[offset * 4 :]
         if changes == DENSE:
@@ -308,10 +311,12 @@ def _apply_record(mine: NDArray[Any], record: Bytes, width: int, changes: int, e
 
 def _gather(rows: ImageRows) -> Bytes:
     columns = zip(rows.address.tolist(), rows.length.tolist(), strict=True)
-    return np.concatenate([_at(address, length) for address, length in columns] or [np.zeros(0, dtype=np.uint8)])
+    return np.concatenate(
+        [memory_view(address, length) for address, length in columns] or [np.zeros(0, dtype=np.uint8)]
+    )
 
 
 def _scatter(image: Bytes, rows: ImageRows) -> None:
     columns = zip(rows.begin.tolist(), rows.address.tolist(), rows.length.tolist(), strict=True)
     for begin, address, length in columns:
-        _at(address, length)[:] = image[begin : begin + length]
+        memory_view(address, length)[:] = image[begin : begin + length]

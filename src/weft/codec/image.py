@@ -6,13 +6,15 @@ for each size of elements. What travels as patches is the difference between two
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from weft.codec import delta
-from weft.codec.delta import ImageRows
+from weft.codec.compress import compress, decompress
+from weft.codec.delta import Bytes, ImageRows, memory_view
 from weft.errors import CodecError
 from weft.native import Column
 
@@ -64,8 +66,9 @@ class ImageLayout:
 
     @property
     def max_patch_bytes(self) -> int:
-        """No patches of all sections are longer."""
-        return sum(_padded(delta.max_bytes(part.num_elements, part.width)) for part in self.sections)
+        """No patches of all sections are longer, compressed or not."""
+        whole = sum(_padded(delta.max_bytes(part.num_elements, part.width)) for part in self.sections)
+        return whole + whole // 128 + 1024 * len(self.sections)  # Zstandard adds a little to what it cannot shrink
 
     def addresses(self, image: int) -> Column:
         """Where each row lies in an image at some address."""
@@ -92,19 +95,43 @@ class ImageLayout:
             )
         return done
 
-    def check(self, patches: int, num_bytes: int, *, base: int | None, version: int) -> None:
-        """Raise CodecError unless these are sound patches of all sections."""
+    def compress(self, patches: int, num_bytes: int) -> Bytes:
+        """Patches of all sections, each compressed and preceded by its length."""
+        parts = []
+        for part, at, size in self._patches(patches, num_bytes):
+            del part
+            packed = compress(memory_view(at, size))
+            parts += [np.array([len(packed)], dtype="<u8").view(np.uint8), packed]
+        return np.concatenate(parts)
+
+    def decompress(self, data: Bytes) -> Bytes:
+        """The patches again; raises CodecError for anything else."""
+        parts, at = [], 0
+        for part in self.sections:
+            size = int.from_bytes(data[at : at + 8].tobytes(), "little")
+            patch = decompress(data[at + 8 : at + 8 + size], width=part.width, num_elements=part.num_elements)
+            parts += [patch, np.zeros(_padded(len(patch)) - len(patch), dtype=np.uint8)]
+            at += 8 + size
+        if at != len(data):
+            raise CodecError(f"{len(data)} bytes of compressed patches, of which {at} are used")
+        return np.concatenate(parts)
+
+    def _patches(self, patches: int, num_bytes: int) -> Iterator[tuple[Section, int, int]]:
+        """The patch of each section: where it is and its bytes."""
         done = 0
         for part in self.sections:
             size = delta.read_header(patches + done, num_bytes - done).num_bytes
             if size > num_bytes - done:
                 raise CodecError(f"a patch of {size} bytes, of which {num_bytes - done} are here")
-            delta.check(
-                patches + done, size, width=part.width, num_elements=part.num_elements, base=base, version=version
-            )
+            yield part, patches + done, size
             done += _padded(size)
         if done != num_bytes:
             raise CodecError(f"{num_bytes} bytes of patches, of which {done} are used")
+
+    def check(self, patches: int, num_bytes: int, *, base: int | None, version: int) -> None:
+        """Raise CodecError unless these are sound patches of all sections."""
+        for part, at, size in self._patches(patches, num_bytes):
+            delta.check(at, size, width=part.width, num_elements=part.num_elements, base=base, version=version)
 
     def apply(self, patches: int, address: Column) -> None:
         """Apply checked patches to rows at these addresses."""

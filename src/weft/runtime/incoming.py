@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from weft.codec.delta import Bytes, memory_view
 from weft.codec.image import ImageLayout
 from weft.errors import CodecError
 from weft.native import Column
@@ -59,20 +60,33 @@ class Incoming:
 class Patches:
     """The patches of one version, whole and verified."""
 
-    def __init__(self, version: int, incoming: Sequence[Incoming], parts: Sequence[Part]) -> None:
+    def __init__(
+        self, version: int, incoming: Sequence[Incoming], parts: Sequence[Part], *, compressed: bool = False
+    ) -> None:
         sent = {part.trainer: part.num_bytes for part in parts}
         self.version = version
-        self._all = [(link, sent[link.trainer]) for link in incoming]
+        self._all = [(link, *self._open(link, sent[link.trainer], compressed)) for link in incoming]
+
+    @staticmethod
+    def _open(link: Incoming, num_bytes: int, compressed: bool) -> tuple[int, int, Bytes | None]:
+        """Where a link's patches are, unpacked: address, bytes, and what keeps them."""
+        if not compressed:
+            return link.slot, num_bytes, None
+        try:
+            patches = link.layout.decompress(memory_view(link.slot, num_bytes))
+        except CodecError as error:
+            raise CodecError(f"trainer {link.trainer} sent {error}", hint=error.hint) from error
+        return int(patches.ctypes.data), len(patches), patches
 
     def check(self, *, base: int | None) -> None:
         """Raise CodecError, naming the trainer, unless all are sound and made from what is here."""
-        for link, num_bytes in self._all:
+        for link, address, num_bytes, _ in self._all:
             try:
-                link.layout.check(link.slot, num_bytes, base=base, version=self.version)
+                link.layout.check(address, num_bytes, base=base, version=self.version)
             except CodecError as error:
                 raise CodecError(f"trainer {link.trainer} sent {error}", hint=error.hint) from error
 
     def apply(self) -> None:
         """Change the weights where they belong."""
-        for link, _ in self._all:
-            link.layout.apply(link.slot, link.address)
+        for link, address, _, _ in self._all:
+            link.layout.apply(address, link.address)

@@ -68,9 +68,8 @@ def patch_bytes(weights: Weights, num_trainers: int) -> int:
     """Memory for the patches of all trainers, however their shares are cut: each byte has one sender."""
     total = sum(int(np.prod(held.extent)) * DTYPE_BYTES[held.tensor.dtype] for held in weights.held)
     num_blocks = total // delta.BLOCK + len(delta.WIDTHS) * num_trainers
-    return (
-        total + num_blocks * delta.BLOCK_OVERHEAD + num_trainers * len(delta.WIDTHS) * (delta.HEADER_BYTES + 2 * ALIGN)
-    )
+    whole = total + num_blocks * delta.BLOCK_OVERHEAD
+    return whole + whole // 128 + num_trainers * len(delta.WIDTHS) * 2048
 
 
 def _row_major(extent: tuple[int, ...]) -> tuple[int, ...]:

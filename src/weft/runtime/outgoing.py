@@ -7,6 +7,7 @@ version is committed, and is written over when it is not.
 
 from __future__ import annotations
 
+from weft.codec.delta import memory_view
 from weft.codec.image import ImageLayout
 from weft.devices import DeviceWork
 from weft.errors import TransferTimeout
@@ -17,8 +18,10 @@ from weft.transport.base import Memory, ordinary_memory
 class Outgoing:
     """The images of one link, and the patch on its way."""
 
-    def __init__(self, layout: ImageLayout, src: Column, work: DeviceWork, *, anchor_every: int) -> None:
-        self._layout, self._src, self._work = layout, src, work
+    def __init__(
+        self, layout: ImageLayout, src: Column, work: DeviceWork, *, anchor_every: int, compressed: bool = False
+    ) -> None:
+        self._layout, self._src, self._work, self._compressed = layout, src, work, compressed
         self._anchor_every = anchor_every
         self._images = [ordinary_memory(layout.num_bytes) for _ in range(2)]
         self._rows = [layout.addresses(image.address) for image in self._images]
@@ -48,14 +51,14 @@ class Outgoing:
             old = self._images[1 - self._now].address
         else:
             self._since_anchor = 0
-        return self._layout.encode(
-            self._images[self._now].address,
-            old,
-            self.patch.address,
-            self.patch.num_bytes,
-            base=self._held or 0,
-            version=version,
-        )
+        where, capacity = self.patch.address, self.patch.num_bytes
+        now = self._images[self._now].address
+        num_bytes = self._layout.encode(now, old, where, capacity, base=self._held or 0, version=version)
+        if not self._compressed:
+            return num_bytes
+        packed = self._layout.compress(where, num_bytes)
+        memory_view(where, len(packed))[:] = packed
+        return len(packed)
 
     def committed(self, version: int) -> None:
         """The engine holds what was packed last."""

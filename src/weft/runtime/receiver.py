@@ -28,7 +28,7 @@ import time
 from collections.abc import Callable
 from typing import Any, Self
 
-from weft.config import DeltaPolicy, DigestPolicy, ReceiverMode
+from weft.config import CompressionPolicy, DeltaPolicy, DigestPolicy, ReceiverMode
 from weft.devices import CPU, device_work
 from weft.errors import IntegrityError, ProtocolError, TransferTimeout, WeftError
 from weft.runtime.arrivals import STEP_BYTES, Arrivals, Stream, spare_core
@@ -382,7 +382,8 @@ class Receiver:
 
     def _take_patches(self, version: int, parts: list[Part]) -> None:
         """Patches are here: look whether they fit, and apply them where the engine does not look."""
-        patches = Patches(version, self._incoming, parts)
+        compressed = self._control.settings.compression is CompressionPolicy.ZSTD
+        patches = Patches(version, self._incoming, parts, compressed=compressed)
         patches.check(base=self._holds)
         match self._control.settings.mode:
             case ReceiverMode.PATCH:

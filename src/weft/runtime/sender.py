@@ -24,7 +24,7 @@ from typing import Any, Self
 import numpy as np
 
 from weft.codec.image import ImageLayout
-from weft.config import DeltaPolicy, DigestPolicy
+from weft.config import CompressionPolicy, DeltaPolicy, DigestPolicy
 from weft.devices import device_work
 from weft.errors import ProtocolError, TransferTimeout, TransportError, VersionError, WeftError
 from weft.runtime.member import ControlThread
@@ -326,8 +326,14 @@ class Sender:
     def _prepare_patches(self, target: Target, transport: Transport[Any], peer: str) -> _Prepared:
         """Images of what the engine rank gets; nothing is known of what it holds, so an anchor comes first."""
         layout = ImageLayout.of(unpack(target.length), unpack(target.width))
-        anchor_every = self._control.settings.anchor_every
-        outgoing = Outgoing(layout, unpack(target.src), self._work, anchor_every=anchor_every)
+        settings = self._control.settings
+        outgoing = Outgoing(
+            layout,
+            unpack(target.src),
+            self._work,
+            anchor_every=settings.anchor_every,
+            compressed=settings.compression is CompressionPolicy.ZSTD,
+        )
         transport.register(outgoing.patch.address, outgoing.patch.num_bytes)
         return _Prepared(
             target.engine, target.offer.endpoint.transport, None, peer=peer, slot=target.slot, outgoing=outgoing
