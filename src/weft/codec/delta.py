@@ -120,6 +120,11 @@ def encode(
     return size
 
 
+def header_bytes(width: int, num_elements: int, num_bytes: int, base: int, version: int) -> Bytes:
+    """The header of a patch."""
+    return np.array([(_MAGIC, width, num_elements, num_bytes, base, version)], dtype=_HEADER).view(np.uint8)
+
+
 def read_header(patch: int, num_bytes: int) -> PatchHeader:
     """The header of a patch in memory; raises CodecError if there is none."""
     if num_bytes < HEADER_BYTES:
@@ -210,8 +215,7 @@ def _encode_slowly(now: Bytes, old: Bytes | None, width: int, out: Bytes) -> int
         table[block] = at // 4, changes, escapes
         out[at : at + len(record)] = record
         at += len(record)
-    header = np.array([(_MAGIC, width, len(new), at, 0, 0)], dtype=_HEADER)
-    out[:HEADER_BYTES] = header.view(np.uint8)
+    out[:HEADER_BYTES] = header_bytes(width, len(new), at, 0, 0)
     out[HEADER_BYTES : HEADER_BYTES + table.nbytes] = table.view(np.uint8)
     return at
 
