@@ -17,6 +17,7 @@ from weft.devices import memory_kind
 from weft.errors import ConfigError, TransportUnavailable
 
 if TYPE_CHECKING:
+    from weft.bench.codec import CodecReport
     from weft.bench.transfer import Report, Row
 
 bench_app = typer.Typer(no_args_is_help=True, help="Measure this machine.")
@@ -54,6 +55,50 @@ def transfer_command(
         print_json(report.to_json())
     else:
         _show(report)
+
+
+@bench_app.command("codec")
+def codec_command(
+    device: Annotated[str, typer.Option(help="cpu (one core) or cuda:0.")] = "cpu",
+    megabytes: Annotated[int, typer.Option(min=1, max=1 << 16, help="Weights to work on, in MiB.")] = 256,
+    density: Annotated[float, typer.Option(min=0.0, max=1.0, help="Fraction of elements that change.")] = 0.01,
+    repeat: Annotated[int, typer.Option(min=1, max=1000, help="Runs of each kernel; medians are shown.")] = 9,
+    as_json: Json = False,
+) -> None:
+    """Patches, FP8 and digests, each checked against its reference, beside a plain copy."""
+    with progress() as say:
+        report = _codec_report(device, megabytes << 20, density, repeat, _tell(say))
+    if as_json:
+        print_json(report.to_json())
+        return
+    table = Table(title=f"on {report.device}", title_justify="left")
+    for name in ("kernel", "MB", "ms", "GB/s", "of copy", "bytes touched, of copy", "result", "exact"):
+        table.add_column(name, justify="left" if name == "kernel" else "right")
+    for row in report.rows:
+        table.add_row(
+            row.kernel,
+            f"{row.bytes / 1e6:.0f}",
+            f"{row.seconds * 1e3:.2f}",
+            f"{row.gb_per_s:.1f}",
+            f"{row.fraction_of_limit:.2f}",
+            "" if row.touched is None else f"{row.touched:.2f}",
+            "" if row.result_bytes is None else f"{row.bytes / row.result_bytes:.0f}× smaller",
+            {None: "", True: "yes", False: "NO"}[row.exact],
+        )
+    out.print(table)
+
+
+def _codec_report(device: str, num_bytes: int, density: float, repeat: int, say: Callable[[str], None]) -> CodecReport:
+    try:
+        if memory_kind(device) == "cpu":
+            from weft.bench.codec import measure_cpu  # noqa: PLC0415
+
+            return measure_cpu(num_bytes, density=density, repeat=repeat, say=say)
+        _check_cuda()
+        from weft.bench.codec_gpu import measure_gpu  # noqa: PLC0415 - torch and Triton only where there is a GPU
+    except ModuleNotFoundError as error:
+        raise TransportUnavailable(f"the benchmark needs {error.name}", hint="pip install weft[bench]") from error
+    return measure_gpu(device, num_bytes, density=density, repeat=repeat, say=say)
 
 
 def _load() -> tuple[Callable[..., Any], Callable[..., Report]]:

@@ -1,0 +1,166 @@
+"""The GPU's part of `weft bench codec`: Triton kernels beside the device's own copy. Times include launches."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+from weft import native
+from weft.bench.codec import Bench, CodecReport, Say, layer_shapes
+from weft.codec import delta, kernels
+from weft.codec.delta import ImageRows
+from weft.gpu import GpuWork
+
+MIX = "qwen3-32b"
+
+
+def measure_gpu(device: str, num_bytes: int, *, density: float, repeat: int, say: Say) -> CodecReport:
+    """Every kernel on one device."""
+    torch.cuda.set_device(device)
+    bench = Bench(device, repeat, say, _seconds)
+    old, new = _changed_weights(num_bytes // 2, density)
+    _measure_copy(bench, old)
+    _measure_digest(bench, new)
+    _measure_patches(bench, old, new, density)
+    _measure_fp8(bench, new.view(torch.bfloat16))
+    _measure_path(bench, density)
+    return CodecReport(device=device, density=density, copy_gb_per_s=bench.rows[0].gb_per_s, rows=tuple(bench.rows))
+
+
+def _seconds(work: Callable[[], Any], repeat: int) -> float:
+    """Median seconds from an idle device to an idle device."""
+    for _ in range(3):
+        work()
+    times = []
+    for _ in range(repeat):
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        work()
+        torch.cuda.synchronize()
+        times.append(time.perf_counter() - began)
+    return statistics.median(times)
+
+
+def _changed_weights(num_elements: int, density: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """BF16 bits before and after a small step."""
+    torch.manual_seed(0)
+    old = torch.randn(num_elements, device="cuda", dtype=torch.bfloat16).view(torch.int16)
+    new = old.clone()
+    for part in new.split(1 << 28):
+        hit = torch.rand(len(part), device="cuda") < density
+        step = torch.randint(0, 2, (len(part),), device="cuda", dtype=torch.int16) * 2 - 1
+        part.add_(step * hit.to(torch.int16))
+    return old, new
+
+
+def _measure_copy(bench: Bench, old: torch.Tensor) -> None:
+    target = torch.empty_like(old)
+    bench.measure("limit: device copy", 2 * old.numel(), lambda: target.copy_(old))
+
+
+def _measure_digest(bench: Bench, new: torch.Tensor) -> None:
+    work = GpuWork(new.device.index or 0)
+    size = new.numel() * 2
+    columns = [np.array([n], dtype=np.uint64) for n in (new.data_ptr(), 0, size)]
+    begin = [np.array([n], dtype=np.uint64) for n in (new.data_ptr(), 0, 1 << 20)]
+    host = new[: 1 << 19].cpu().numpy().view(np.uint8)
+    wanted = native.digest_bytes(host, 0)
+    bench.measure("digest", size, lambda: work.digest(*columns), lambda: work.digest(*begin) == wanted, touched=1.0)
+
+
+def _measure_patches(bench: Bench, old: torch.Tensor, new: torch.Tensor, density: float) -> None:
+    num_elements = old.numel()
+    size = 2 * num_elements
+    out = torch.zeros(delta.max_bytes(num_elements, 2), dtype=torch.uint8, device="cuda")
+    sizes = [0]
+
+    def encode() -> None:
+        sizes[0] = kernels.encode(new, old, width=2, base=1, version=2, out=out)
+
+    encode()
+    held = old.clone()
+    rows = kernels.DeviceRows.of(ImageRows.contiguous(held.data_ptr(), size), 2, num_elements, held.device)
+    patch = out[: sizes[0]]
+
+    def apply() -> None:
+        kernels.apply(patch, width=2, num_elements=num_elements, rows=rows)
+
+    def exact() -> bool:
+        held.copy_(old)
+        kernels.check(patch, width=2, num_elements=num_elements)
+        apply()
+        return bool(torch.equal(held, new))
+
+    name = f"BF16, {density:.2%} changed"
+    bench.measure(f"delta encode, {name}", size, encode, exact, touched=2.0, result_bytes=lambda: sizes[0])
+    bench.measure(f"delta apply, {name}", size, apply, exact)
+    bench.measure(f"delta check, {name}", size, lambda: kernels.check(patch, width=2, num_elements=num_elements), exact)
+
+
+def _measure_fp8(bench: Bench, weights: torch.Tensor) -> None:
+    """Blocks of matrices that are the left half of wider ones."""
+    columns = 8192
+    wide = weights[: weights.numel() // (2 * columns) * 2 * columns].view(-1, 2 * columns)
+    source = wide[:, :columns]
+    codes = torch.zeros(source.shape, dtype=torch.uint8, device="cuda")
+    tiles = kernels.tiles_of(source, codes)
+    size = source.numel() * 2
+
+    def exact() -> bool:
+        part = source[:1024].float().view(8, 128, columns // 128, 128)
+        scale = part.abs().amax(dim=(1, 3)).clamp(min=1e-10) / 448
+        wanted = (part * (1 / scale)[:, None, :, None]).clamp(-448, 448).to(torch.float8_e4m3fn)
+        return bool(torch.equal(wanted.view(torch.uint8).reshape(1024, columns), codes[:1024]))
+
+    bench.measure("pack and FP8, strided source", size, lambda: kernels.quantize(tiles, width=2), exact, touched=1.5)
+
+
+def _measure_path(bench: Bench, density: float) -> None:
+    """A layer and the embedding of a real model: FP8, the patch to the version before, and the patch's digest."""
+    shapes = layer_shapes(MIX)
+    num_elements = sum(rows * columns for rows, columns in shapes)
+    old, new = _changed_weights(num_elements, density)
+    base, image = (torch.zeros(num_elements, dtype=torch.uint8, device="cuda") for _ in range(2))
+    tiles = [_tiles(weights.view(torch.bfloat16), into, shapes) for weights, into in ((old, base), (new, image))]
+    kernels.quantize(tiles[0], width=2)
+    out = torch.zeros(delta.max_bytes(num_elements, 1), dtype=torch.uint8, device="cuda")
+    work = GpuWork(0)
+    sizes = [0]
+
+    def path() -> None:
+        kernels.quantize(tiles[1], width=2)
+        sizes[0] = kernels.encode(image, base, width=1, base=1, version=2, out=out)
+        columns = [np.array([n], dtype=np.uint64) for n in (out.data_ptr(), 0, sizes[0])]
+        work.digest(*columns)
+
+    path()
+    held = base.clone()
+    rows = kernels.DeviceRows.of(ImageRows.contiguous(held.data_ptr(), num_elements), 1, num_elements, held.device)
+
+    def exact() -> bool:
+        kernels.check(out[: sizes[0]], width=1, num_elements=num_elements)
+        kernels.apply(out[: sizes[0]], width=1, num_elements=num_elements, rows=rows)
+        return bool(torch.equal(held, image))
+
+    bench.measure(
+        f"FP8, patch and digest of a layer and the embedding of {MIX}",
+        2 * num_elements,
+        path,
+        exact,
+        touched=2.5,  # BF16 read, FP8 written, read again, and the base read: 5 bytes for 2
+        result_bytes=lambda: sizes[0],
+    )
+
+
+def _tiles(weights: torch.Tensor, into: torch.Tensor, shapes: list[tuple[int, int]]) -> kernels.QuantizeTiles:
+    parts, at = [], 0
+    for rows, columns in shapes:
+        matrix = weights[at : at + rows * columns].view(rows, columns)
+        parts.append(kernels.tiles_of(matrix, into[at : at + rows * columns].view(rows, columns)))
+        at += rows * columns
+    return kernels.join_tiles(parts)
