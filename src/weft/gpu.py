@@ -27,6 +27,9 @@ BLOCK_BYTES = 16 << 10
 """A block of the digest's space; a tile of the digest lies inside one."""
 WORDS = BLOCK_BYTES // 8
 MAX_TABLES = 64
+WHOLE = BLOCK_BYTES
+"""Variant of the digest for whole blocks."""
+DIGEST_WARPS = 4
 _UNITS = {16: torch.int32, 4: torch.int32, 2: torch.int16, 1: torch.int8}
 """Alignment of a tile → the type its elements are copied as; 16-byte aligned ones are copied in vectors."""
 
@@ -70,6 +73,24 @@ def _digest_words_kernel(  # type: ignore[no-untyped-def]
     upper = (word >> 32) & 0xFFFFFFFF
     total = tl.sum((alpha + beta * (256 - row)) * word + gamma * upper, axis=0)
     tl.store(sums + tile, total * tl.load(weight_table + tile))
+
+
+@triton.jit
+def _digest_blocks_kernel(  # type: ignore[no-untyped-def]
+    address_table, weight_table, keys, sums, ROWS: tl.constexpr
+):
+    """Whole blocks: tile → its weighted sum. Sums over rows first, so that each word costs one multiplication."""
+    tile = tl.program_id(0)
+    address = tl.multiple_of(tl.load(address_table + tile), 16).to(tl.pointer_type(tl.int64))
+    row = tl.arange(0, ROWS)
+    column = tl.arange(0, 8)
+    word = tl.load(address + row[:, None] * 8 + column[None, :])
+    total = tl.sum(word, axis=0)
+    rising = tl.sum(word * (ROWS - row)[:, None].to(tl.int64), axis=0)
+    upper = tl.sum((word >> 32) & 0xFFFFFFFF, axis=0)
+    alpha, beta, gamma = tl.load(keys + column), tl.load(keys + 8 + column), tl.load(keys + 16 + column)
+    weighed = tl.sum(alpha * total + beta * rising + gamma * upper, axis=0)
+    tl.store(sums + tile, weighed * tl.load(weight_table + tile))
 
 
 @triton.jit
@@ -179,7 +200,11 @@ class GpuWork:
         sums = []
         for tiles in self._tables((address, position, length), _digest_tiles):
             found = torch.empty(tiles.count, dtype=torch.int64, device=self._device)
-            if tiles.variant == 8:
+            if tiles.variant == WHOLE:
+                _digest_blocks_kernel[(tiles.count,)](
+                    *tiles.tables, self._keys, found, ROWS=256, num_warps=DIGEST_WARPS
+                )
+            elif tiles.variant == 8:
                 _digest_words_kernel[(tiles.count,)](*tiles.tables, self._keys, found, NUM_WORDS=WORDS, num_warps=8)
             else:
                 _digest_bytes_kernel[(tiles.count,)](*tiles.tables, self._keys, found, NUM_BYTES=1024, num_warps=4)
@@ -228,11 +253,16 @@ def _digest_tiles(address: Column, position: Column, length: Column) -> list[tup
     row, offset, size = _cut(length, where, BLOCK_BYTES)
     start, place = address.astype(np.int64)[row] + offset, where[row] + offset
     in_words = (start | place | size) % 8 == 0
-    tiles = []
+    is_whole = (size == BLOCK_BYTES) & (start % 16 == 0)
+    in_words &= ~is_whole
+    tiles: list[tuple[Tables, int]] = []
+    if is_whole.any():
+        begin, _, _, weight = _weighed(start[is_whole], place[is_whole], size[is_whole], 8)
+        tiles.append(((begin, weight), WHOLE))
     if in_words.any():
         tiles.append((_weighed(start[in_words], place[in_words], size[in_words], 8), 8))
-    if not in_words.all():
-        rest = ~in_words
+    rest = ~(in_words | is_whole)
+    if rest.any():
         again, inner, small = _cut(size[rest].astype(np.uint64), place[rest], 1024)
         tiles.append((_weighed(start[rest][again] + inner, place[rest][again] + inner, small, 1), 1))
     return tiles

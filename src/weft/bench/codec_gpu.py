@@ -52,7 +52,7 @@ def _changed_weights(num_elements: int, density: float) -> tuple[torch.Tensor, t
     old = torch.randn(num_elements, device="cuda", dtype=torch.bfloat16).view(torch.int16)
     new = old.clone()
     for part in new.split(1 << 28):
-        hit = torch.rand(len(part), device="cuda") < density
+        hit = (torch.rand(len(part), device="cuda") < density) & ((part & 0x7FFF) > 0)
         step = torch.randint(0, 2, (len(part),), device="cuda", dtype=torch.int16) * 2 - 1
         part.add_(step * hit.to(torch.int16))
     return old, new

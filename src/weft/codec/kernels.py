@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -15,12 +15,25 @@ from weft.codec.delta import BLOCK, DENSE, GROUPS, HEADER_BYTES, ImageRows
 from weft.errors import CodecError
 
 WORDS = BLOCK // 32
+ENCODE_TILE, ENCODE_WARPS = 256, 4
+APPLY_WARPS = 4
+QUANTIZE_ROWS, QUANTIZE_WARPS = 32, 4
 _TYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 
 @triton.jit
-def _encode_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0915 - a kernel is one function
-    now, old, num_elements, patch, table, cursor, WIDTH: tl.constexpr, WORDS: tl.constexpr, DENSE: tl.constexpr
+def _encode_kernel(  # type: ignore[no-untyped-def]
+    now,
+    old,
+    num_elements,
+    patch,
+    table,
+    cursor,
+    scratch,
+    WIDTH: tl.constexpr,
+    WORDS: tl.constexpr,
+    TILE: tl.constexpr,
+    DENSE: tl.constexpr,
 ):
     """One block: a bit for every element that differs, then the record, at a place of its own in the patch."""
     block = tl.program_id(0).to(tl.int64)
@@ -28,85 +41,127 @@ def _encode_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0915 - a kernel 
     elements = tl.minimum(num_elements - first, WORDS * 32).to(tl.int32)
     now += first
     old += first
+    scratch += block * WORDS
+    if elements == WORDS * 32:
+        _find_bits(now, old, scratch, WIDTH, WORDS, TILE)
+    else:
+        _find_bits_at_end(now, old, elements, scratch, WORDS, TILE)
+    tl.debug_barrier()
     word = tl.arange(0, WORDS)
-    lane = tl.arange(0, 32)
-    index = word[:, None] * 32 + lane[None, :]
-    inside = index < elements
-    differs = tl.load(now + index, mask=inside, other=0) != tl.load(old + index, mask=inside, other=0)
-    bits = tl.sum(differs.to(tl.int32) << lane[None, :], axis=1)
+    bits = tl.load(scratch + word)
     count = libdevice.popc(bits)
-    before = tl.cumsum(count, 0) - count
     changes = tl.sum(count, 0)
     group_counts = tl.sum(tl.reshape(count, (WORDS // 8, 8)), axis=1)
-    most = tl.max(count, 0)
-
-    wide_count = tl.zeros((WORDS,), tl.int32)
-    if WIDTH == 2:
-        left = bits
-        for _ in range(0, most):
-            at = word * 32 + libdevice.popc((left & -left) - 1)
-            there = left != 0
-            step = _step(now, old, at, there)
-            wide_count += (there & ((step < -127) | (step > 127))).to(tl.int32)
-            left = left & (left - 1)
-    wide_before = tl.cumsum(wide_count, 0) - wide_count
+    wide_count = _count_wide(now, old, bits, count, WORDS) if WIDTH == 2 else tl.zeros((WORDS,), tl.int32)
     escapes = tl.sum(wide_count, 0)
 
     VALUE: tl.constexpr = 4 if WIDTH == 4 else 1
     sparse = (WORDS // 8 + changes * (1 + VALUE) + 2 * escapes + 3) // 4 * 4
     whole = (elements * WIDTH + 3) // 4 * 4
-    dense = (tl.max(group_counts, 0) == 256) | (sparse >= whole)
-    dense = dense & (changes > 0)
+    dense = (changes > 0) & ((tl.max(group_counts, 0) == 256) | (sparse >= whole))
     size = tl.where(changes == 0, 0, tl.where(dense, whole, sparse))
     offset = tl.atomic_add(cursor, size.to(tl.int64))
-    escapes = tl.where(dense, 0, escapes)
     shown = tl.where(dense, DENSE, changes).to(tl.int64)
-    tl.store(table + block, (offset // 4) | (shown << 32) | (escapes.to(tl.int64) << 48))
+    tl.store(table + block, (offset // 4) | (shown << 32) | (tl.where(dense, 0, escapes).to(tl.int64) << 48))
 
     record = patch + offset
     if size > 0:
-        tail = tl.arange(0, 4)
-        tl.store(record + size - 4 + tail, tl.zeros((4,), tl.uint8))
+        tl.store(record + size - 4 + tl.arange(0, 4), tl.zeros((4,), tl.uint8))  # what pads it
     tl.debug_barrier()
     if dense:
-        raw = record.to(tl.pointer_type(now.dtype.element_ty))
-        tl.store(raw + index, tl.load(now + index, mask=inside, other=0), mask=inside)
+        _write_dense(now, elements, record, WORDS, TILE)
     elif changes > 0:
-        group = tl.arange(0, WORDS // 8)
-        tl.store(record + group, group_counts.to(tl.uint8))
-        places = record + WORDS // 8
-        values = places + changes
-        wide = (values + changes * VALUE).to(tl.pointer_type(tl.int16))
-        left = bits
-        rank = before
-        wide_rank = wide_before
-        for _ in range(0, most):
-            there = left != 0
-            at = word * 32 + libdevice.popc((left & -left) - 1)
-            tl.store(places + rank, (at % 256).to(tl.uint8), mask=there)
-            value = tl.load(now + at, mask=there, other=0)
-            if WIDTH == 1:
-                tl.store(values + rank, value, mask=there)
-            elif WIDTH == 4:
-                for byte in tl.static_range(4):
-                    tl.store(values + 4 * rank + byte, (value >> (8 * byte)).to(tl.uint8), mask=there)
-            else:
-                step = _step(now, old, at, there)
-                escape = (step < -127) | (step > 127)
-                tl.store(values + rank, tl.where(escape, 128, step & 0xFF).to(tl.uint8), mask=there)
-                tl.store(wide + wide_rank, value, mask=there & escape)
-                wide_rank += (there & escape).to(tl.int32)
-            rank += there.to(tl.int32)
-            left = left & (left - 1)
+        tl.store(record + tl.arange(0, WORDS // 8), group_counts.to(tl.uint8))
+        _write_changes(now, old, bits, count, wide_count, changes, record + WORDS // 8, WIDTH, WORDS)
 
 
 @triton.jit
-def _step(now, old, at, there):  # type: ignore[no-untyped-def]
-    """New minus old of 16-bit elements, modulo 2^16, with a sign."""
-    difference = tl.load(now + at, mask=there, other=0).to(tl.int32) - tl.load(old + at, mask=there, other=0).to(
-        tl.int32
-    )
-    return (difference << 16) >> 16
+def _find_bits(  # type: ignore[no-untyped-def]
+    now, old, scratch, WIDTH: tl.constexpr, WORDS: tl.constexpr, TILE: tl.constexpr
+):
+    """A bit for every element of a whole block that differs; four bytes at a time, tile by tile: few registers."""
+    PER: tl.constexpr = 4 // WIDTH
+    MASK: tl.constexpr = (1 << (8 * WIDTH)) - 1
+    lane = tl.arange(0, 32 // PER)[None, :]
+    now = now.to(tl.pointer_type(tl.int32))
+    old = old.to(tl.pointer_type(tl.int32))
+    for part in tl.static_range(0, WORDS, TILE):
+        word = part + tl.arange(0, TILE)
+        index = word[:, None] * (32 // PER) + lane
+        differs = tl.load(now + index) ^ tl.load(old + index)
+        flags = (differs & MASK != 0).to(tl.int32) if PER > 1 else (differs != 0).to(tl.int32)
+        for number in tl.static_range(1, PER):
+            flags |= ((differs >> (8 * WIDTH * number)) & MASK != 0).to(tl.int32) << number
+        tl.store(scratch + word, tl.sum(flags << (lane * PER), axis=1))
+
+
+@triton.jit
+def _find_bits_at_end(  # type: ignore[no-untyped-def]
+    now, old, elements, scratch, WORDS: tl.constexpr, TILE: tl.constexpr
+):
+    """The same for a block that is not whole."""
+    lane = tl.arange(0, 32)[None, :]
+    for part in range(0, WORDS, TILE):
+        word = part + tl.arange(0, TILE)
+        index = word[:, None] * 32 + lane
+        a = tl.load(now + index, mask=index < elements, other=0)
+        b = tl.load(old + index, mask=index < elements, other=0)
+        tl.store(scratch + word, tl.sum((a != b).to(tl.int32) << lane, axis=1))
+
+
+@triton.jit
+def _count_wide(now, old, bits, count, WORDS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """How many changes of each word of 16-bit elements are too large for a byte."""
+    found = tl.zeros((WORDS,), tl.int32)
+    word = tl.arange(0, WORDS)
+    for _ in range(0, tl.max(count, 0)):
+        there = bits != 0
+        at = word * 32 + libdevice.popc((bits & -bits) - 1)
+        step = tl.load(now + at, mask=there, other=0) - tl.load(old + at, mask=there, other=0)
+        found += ((step < -127) | (step > 127)).to(tl.int32)
+        bits = bits & (bits - 1)
+    return found
+
+
+@triton.jit
+def _write_dense(now, elements, record, WORDS: tl.constexpr, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The elements of a block as they are."""
+    raw = record.to(tl.pointer_type(now.dtype.element_ty))
+    lane = tl.arange(0, TILE * 32)
+    for begin in range(0, elements, TILE * 32):
+        inside = begin + lane < elements
+        tl.store(raw + begin + lane, tl.load(now + begin + lane, mask=inside, other=0), mask=inside)
+
+
+@triton.jit
+def _write_changes(  # type: ignore[no-untyped-def]
+    now, old, bits, count, wide_count, changes, places, WIDTH: tl.constexpr, WORDS: tl.constexpr
+):
+    """Places and values: the first change of every word, then the second, and so on."""
+    VALUE: tl.constexpr = 4 if WIDTH == 4 else 1
+    values = places + changes
+    wide = (values + changes * VALUE).to(tl.pointer_type(tl.int16))
+    rank = tl.cumsum(count, 0) - count
+    wide_rank = tl.cumsum(wide_count, 0) - wide_count
+    word = tl.arange(0, WORDS)
+    for _ in range(0, tl.max(count, 0)):
+        there = bits != 0
+        at = word * 32 + libdevice.popc((bits & -bits) - 1)
+        tl.store(places + rank, (at % 256).to(tl.uint8), mask=there)
+        value = tl.load(now + at, mask=there, other=0)
+        if WIDTH == 1:
+            tl.store(values + rank, value, mask=there)
+        elif WIDTH == 4:
+            for byte in tl.static_range(4):
+                tl.store(values + 4 * rank + byte, (value >> (8 * byte)).to(tl.uint8), mask=there)
+        else:
+            step = value - tl.load(old + at, mask=there, other=0)
+            escape = there & ((step < -127) | (step > 127))
+            tl.store(values + rank, tl.where(escape, 128, step & 0xFF).to(tl.uint8), mask=there)
+            tl.store(wide + wide_rank, value, mask=escape)
+            wide_rank += escape.to(tl.int32)
+        rank += there.to(tl.int32)
+        bits = bits & (bits - 1)
 
 
 @triton.jit
@@ -144,7 +199,7 @@ def _apply_kernel(  # type: ignore[no-untyped-def]
     row_address,
     WIDTH: tl.constexpr,
     GROUPS: tl.constexpr,
-    STEP: tl.constexpr,
+    SLOTS: tl.constexpr,
     ELEMENT: tl.constexpr,
 ):
     """One block of a checked patch; whatever it says, only elements of the block are written."""
@@ -157,44 +212,94 @@ def _apply_kernel(  # type: ignore[no-untyped-def]
         elements = tl.minimum(num_elements - first, GROUPS * 256).to(tl.int32)
         row = tl.load(first_row + block)
         rows = tl.load(num_rows + block)
-        lane = tl.arange(0, STEP)
         if changes == 65535:
             raw = record.to(tl.pointer_type(ELEMENT))
-            for begin in range(0, elements, STEP):
-                at = begin + lane
-                inside = at < elements
-                into = _address(first + at, row, rows, row_begin, row_address, WIDTH).to(tl.pointer_type(ELEMENT))
-                tl.store(into, tl.load(raw + at, mask=inside, other=0), mask=inside)
+            lane = tl.arange(0, GROUPS * SLOTS)
+            for begin in range(0, elements, GROUPS * SLOTS):
+                inside = begin + lane < elements
+                into = _address(first + begin + lane, row, rows, row_begin, row_address, WIDTH)
+                value = tl.load(raw + begin + lane, mask=inside, other=0)
+                tl.store(into.to(tl.pointer_type(ELEMENT)), value, mask=inside)
         else:
-            group = tl.arange(0, GROUPS)
-            ends = tl.cumsum(tl.load(record + group).to(tl.int32), 0)
-            places = record + GROUPS
-            values = places + changes
-            wide = (values + changes).to(tl.pointer_type(tl.int16))
-            escaped = 0
-            for begin in range(0, changes, STEP):
-                number = begin + lane
-                there = number < changes
-                mine = tl.sum((ends[None, :] <= number[:, None]).to(tl.int32), axis=1)
-                at = mine * 256 + tl.load(places + number, mask=there, other=0).to(tl.int32)
-                there = there & (at < elements)
-                into = _address(first + at, row, rows, row_begin, row_address, WIDTH).to(tl.pointer_type(ELEMENT))
-                if WIDTH == 1:
-                    tl.store(into, tl.load(values + number, mask=there, other=0), mask=there)
-                elif WIDTH == 4:
-                    value = tl.zeros((STEP,), tl.int32)
-                    for byte in tl.static_range(4):
-                        part = tl.load(values + 4 * number + byte, mask=there, other=0).to(tl.int32)
-                        value = value | (part << (8 * byte))
-                    tl.store(into, value, mask=there)
-                else:
-                    step = (tl.load(values + number, mask=there, other=0).to(tl.int32) << 24) >> 24
-                    escape = there & (step == -128)
-                    rank = escaped + tl.cumsum(escape.to(tl.int32), 0) - 1
-                    known = tl.load(into, mask=there & ~escape, other=0)
-                    new = tl.load(wide + rank, mask=escape, other=0)
-                    tl.store(into, tl.where(escape, new, (known + step).to(tl.int16)), mask=there)
-                    escaped += tl.sum(escape.to(tl.int32), 0)
+            escapes = ((entry >> 48) & 0xFFFF).to(tl.int32)
+            _apply_changes(
+                record,
+                changes,
+                escapes,
+                first,
+                elements,
+                row,
+                rows,
+                row_begin,
+                row_address,
+                WIDTH,
+                GROUPS,
+                SLOTS,
+                ELEMENT,
+            )
+
+
+@triton.jit
+def _apply_changes(  # type: ignore[no-untyped-def]
+    record,
+    changes,
+    escapes,
+    first,
+    elements,
+    row,
+    rows,
+    row_begin,
+    row_address,
+    WIDTH: tl.constexpr,
+    GROUPS: tl.constexpr,
+    SLOTS: tl.constexpr,
+    ELEMENT: tl.constexpr,
+):
+    """Some changes of every group at once, then the next ones."""
+    group = tl.arange(0, GROUPS)
+    slot = tl.arange(0, SLOTS)[None, :]
+    count = tl.load(record + group).to(tl.int32)
+    start = tl.cumsum(count, 0) - count
+    places = record + GROUPS
+    values = places + changes
+    wide = (values + changes).to(tl.pointer_type(tl.int16))
+    wide_rank = tl.zeros((GROUPS,), tl.int32)
+    if escapes > 0:
+        wide_rank = _count_escapes(values, count, start, GROUPS, SLOTS)
+    for begin in range(0, tl.max(count, 0), SLOTS):
+        there = begin + slot < count[:, None]
+        number = start[:, None] + begin + slot
+        at = group[:, None] * 256 + tl.load(places + number, mask=there, other=0).to(tl.int32)
+        there = there & (at < elements)
+        into = _address(first + at, row, rows, row_begin, row_address, WIDTH).to(tl.pointer_type(ELEMENT))
+        if WIDTH == 1:
+            tl.store(into, tl.load(values + number, mask=there, other=0), mask=there)
+        elif WIDTH == 4:
+            value = tl.zeros((GROUPS, SLOTS), tl.int32)
+            for byte in tl.static_range(4):
+                part = tl.load(values + 4 * number + byte, mask=there, other=0).to(tl.int32)
+                value = value | (part << (8 * byte))
+            tl.store(into, value, mask=there)
+        else:
+            step = tl.load(values + number, mask=there, other=0).to(tl.int8, bitcast=True).to(tl.int16)
+            escape = there & (step == -128)
+            new = tl.load(into, mask=there, other=0) + step
+            if escapes > 0:
+                rank = wide_rank[:, None] + tl.cumsum(escape.to(tl.int32), 1) - 1
+                new = tl.where(escape, tl.load(wide + rank, mask=escape, other=0), new)
+                wide_rank += tl.sum(escape.to(tl.int32), axis=1)
+            tl.store(into, new, mask=there)
+
+
+@triton.jit
+def _count_escapes(values, count, start, GROUPS: tl.constexpr, SLOTS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Escapes before each group."""
+    slot = tl.arange(0, SLOTS)[None, :]
+    found = tl.zeros((GROUPS,), tl.int32)
+    for begin in range(0, tl.max(count, 0), SLOTS):
+        value = tl.load(values + start[:, None] + begin + slot, mask=begin + slot < count[:, None], other=0)
+        found += tl.sum((value == 128).to(tl.int32), axis=1)
+    return tl.cumsum(found, 0) - found
 
 
 @triton.jit
@@ -217,6 +322,7 @@ def encode(now: torch.Tensor, old: torch.Tensor, *, width: int, base: int, versi
     num_blocks = -(-num_elements // BLOCK)
     begin = delta.first_record(num_elements)
     cursor = torch.full((1,), begin, dtype=torch.int64, device=now.device)
+    scratch = torch.empty(WORDS * num_blocks, dtype=torch.int32, device=now.device)
     table = out[HEADER_BYTES:begin].view(torch.int64)
     if num_blocks:
         _encode_kernel[(num_blocks,)](
@@ -226,10 +332,12 @@ def encode(now: torch.Tensor, old: torch.Tensor, *, width: int, base: int, versi
             out,
             table,
             cursor,
+            scratch,
             WIDTH=width,
             WORDS=WORDS,
+            TILE=ENCODE_TILE,
             DENSE=DENSE,
-            num_warps=8,
+            num_warps=ENCODE_WARPS,
         )
     num_bytes = int(cursor.item())
     header = delta.header_bytes(width, num_elements, num_bytes, base, version)
@@ -301,14 +409,16 @@ def apply(patch: torch.Tensor, *, width: int, num_elements: int, rows: DeviceRow
             rows.address,
             WIDTH=width,
             GROUPS=GROUPS,
-            STEP=256,
+            SLOTS=8,
             ELEMENT={1: tl.uint8, 2: tl.int16, 4: tl.int32}[width],
-            num_warps=4,
+            num_warps=APPLY_WARPS,
         )
 
 
 @triton.jit
 def _quantize_kernel(  # type: ignore[no-untyped-def]
+    src_base,
+    dst_base,
     src_table,
     dst_table,
     stride_table,
@@ -317,36 +427,71 @@ def _quantize_kernel(  # type: ignore[no-untyped-def]
     amax_table,
     scale_table,
     SIDE: tl.constexpr,
+    ROWS: tl.constexpr,
     WIDTH: tl.constexpr,
     KNOWN: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    WHOLE: tl.constexpr,
 ):
     """One block of at most SIDE × SIDE elements: its scale, and its elements as FP8."""
     tile = tl.program_id(0)
-    kind = tl.pointer_type(tl.bfloat16) if WIDTH == 2 else tl.pointer_type(tl.float32)
-    src = tl.load(src_table + tile).to(kind)
-    dst = tl.load(dst_table + tile).to(tl.pointer_type(tl.float8e4nv))
-    stride = tl.load(stride_table + tile)
-    dst_stride = tl.load(dst_stride_table + tile)
+    from_element = tl.load(src_table + tile)
+    to_element = tl.load(dst_table + tile)
+    stride = tl.load(stride_table + tile).to(tl.int32)
+    dst_stride = tl.load(dst_stride_table + tile).to(tl.int32)
+    if ALIGNED:
+        from_element, to_element = tl.multiple_of(from_element, 16), tl.multiple_of(to_element, 16)
+        stride, dst_stride = tl.multiple_of(stride, 16), tl.multiple_of(dst_stride, 16)
+    src = src_base + from_element
+    dst = dst_base + to_element
     extent = tl.load(extent_table + tile)
     rows = (extent & 0xFFFF).to(tl.int32)
     columns = (extent >> 16).to(tl.int32)
-    row = tl.arange(0, SIDE)[:, None]
-    column = tl.arange(0, SIDE)[None, :]
-    inside = (row < rows) & (column < columns)
-    values = tl.load(src + row * stride + column, mask=inside, other=0.0).to(tl.float32)
-    amax = tl.load(amax_table + tile) if KNOWN else tl.max(tl.max(tl.abs(values), axis=1), axis=0)
+    if KNOWN:
+        amax = tl.load(amax_table + tile)
+    else:
+        most = tl.zeros((ROWS, SIDE), tl.float32)
+        for begin in tl.static_range(0, SIDE, ROWS):
+            most = tl.maximum(most, tl.abs(_load_rows(src, stride, begin, rows, columns, SIDE, ROWS, WHOLE)))
+        amax = tl.max(most)
     scale = tl.div_rn(tl.maximum(amax, 1e-10), 448.0)
     factor = tl.div_rn(1.0, scale)
-    scaled = tl.minimum(tl.maximum(values * factor, -448.0), 448.0)
-    tl.store(dst + row * dst_stride + column, scaled.to(tl.float8e4nv), mask=inside)
     tl.store(scale_table + tile, scale)
+    column = tl.arange(0, SIDE)[None, :]
+    for begin in tl.static_range(
+        0, SIDE, ROWS
+    ):  # read again, from the cache: all at once would need too many registers
+        scaled = _load_rows(src, stride, begin, rows, columns, SIDE, ROWS, WHOLE) * factor
+        codes = tl.minimum(tl.maximum(scaled, -448.0), 448.0).to(tl.float8e4nv)
+        row = begin + tl.arange(0, ROWS)[:, None]
+        if WHOLE:
+            tl.store(dst + row * dst_stride + column, codes)
+        else:
+            tl.store(dst + row * dst_stride + column, codes, mask=(row < rows) & (column < columns))
+
+
+@triton.jit
+def _load_rows(  # type: ignore[no-untyped-def]
+    src, stride, begin, rows, columns, SIDE: tl.constexpr, ROWS: tl.constexpr, WHOLE: tl.constexpr
+):
+    """Some rows of a block as FP32; zeros outside of it."""
+    row = begin + tl.arange(0, ROWS)[:, None]
+    column = tl.arange(0, SIDE)[None, :]
+    if WHOLE:
+        values = tl.load(src + row * stride + column)
+    else:
+        values = tl.load(src + row * stride + column, mask=(row < rows) & (column < columns), other=0.0)
+    return values.to(tl.float32)
 
 
 @dataclass(frozen=True, slots=True)
 class QuantizeTiles:
     """Blocks to quantise, as tables in device memory; made once for a plan."""
 
+    src_base: torch.Tensor
+    dst_base: torch.Tensor
     src: torch.Tensor
+    """First element of each block, counted from the base."""
     dst: torch.Tensor
     stride: torch.Tensor
     """In elements, of the source."""
@@ -357,24 +502,31 @@ class QuantizeTiles:
     """Known largest magnitudes, where `quantize` is told to use them."""
     scale: torch.Tensor
     """Result."""
+    number: torch.Tensor
+    """Of each tile in row-major order over its matrix."""
+    num_whole: int
+    """The first ones are whole blocks, the others lie at a border."""
+    aligned: bool
+    """Whether everything lies at multiples of 16 elements, so that memory is read in vectors."""
 
 
 def quantize(tiles: QuantizeTiles, *, width: int, known_amax: bool = False) -> None:
     """Quantise blocks; queued on the current stream."""
-    if len(tiles.src):
-        _quantize_kernel[(len(tiles.src),)](
-            tiles.src,
-            tiles.dst,
-            tiles.stride,
-            tiles.dst_stride,
-            tiles.extent,
-            tiles.amax,
-            tiles.scale,
-            SIDE=128,
-            WIDTH=width,
-            KNOWN=known_amax,
-            num_warps=4,
-        )
+    for begin, end, whole in ((0, tiles.num_whole, True), (tiles.num_whole, len(tiles.src), False)):
+        if end > begin:
+            columns = (tiles.src, tiles.dst, tiles.stride, tiles.dst_stride, tiles.extent, tiles.amax, tiles.scale)
+            _quantize_kernel[(end - begin,)](
+                tiles.src_base,
+                tiles.dst_base.view(torch.float8_e4m3fn),
+                *(column[begin:end] for column in columns),
+                SIDE=128,
+                ROWS=QUANTIZE_ROWS,
+                WIDTH=width,
+                KNOWN=known_amax,
+                ALIGNED=tiles.aligned,
+                WHOLE=whole,
+                num_warps=QUANTIZE_WARPS,
+            )
 
 
 def tiles_of(src: torch.Tensor, dst: torch.Tensor) -> QuantizeTiles:
@@ -386,19 +538,25 @@ def tiles_of(src: torch.Tensor, dst: torch.Tensor) -> QuantizeTiles:
         for corner in np.meshgrid(np.arange(0, rows, side), np.arange(0, columns, side), indexing="ij")
     )
     height, width = np.minimum(rows - row, side), np.minimum(columns - column, side)
+    is_part = (height < side) | (width < side)
+    order = np.argsort(is_part, kind="stable")
+    row, column, height, width = (part[order] for part in (row, column, height, width))
     number = len(row)
-    source = src.data_ptr() + (row * src.stride(0) + column) * src.element_size()
     table = (
-        source,
-        dst.data_ptr() + row * dst.stride(0) + column,
+        row * src.stride(0) + column,
+        row * dst.stride(0) + column,
         np.full(number, src.stride(0)),
         np.full(number, dst.stride(0)),
         height + (width << 16),
     )
+    aligned = not any((part % 16).any() for part in table[:4])
+    aligned = aligned and src.data_ptr() % 16 == 0 and dst.data_ptr() % 16 == 0
     numbers = [torch.from_numpy(part.astype(np.int64)).to(src.device) for part in table]
     amax, scale = (torch.zeros(number, dtype=torch.float32, device=src.device) for _ in range(2))
     source_address, target, stride, target_stride, extent = numbers
     return QuantizeTiles(
+        src_base=src,
+        dst_base=dst,
         src=source_address,
         dst=target,
         stride=stride,
@@ -406,10 +564,40 @@ def tiles_of(src: torch.Tensor, dst: torch.Tensor) -> QuantizeTiles:
         extent=extent,
         amax=amax,
         scale=scale,
+        number=torch.from_numpy(order).to(src.device),
+        num_whole=int((~is_part).sum()),
+        aligned=aligned,
     )
 
 
 def join_tiles(parts: list[QuantizeTiles]) -> QuantizeTiles:
-    """Blocks of several matrices, quantised by one launch."""
-    names = ("src", "dst", "stride", "dst_stride", "extent", "amax", "scale")
-    return QuantizeTiles(**{name: torch.cat([getattr(part, name) for part in parts]) for name in names})
+    """Blocks of several matrices, quantised by one launch (two, where some are not whole)."""
+    first = parts[0]
+    parts = [_rebased(part, first) for part in parts]
+    names = ("src", "dst", "stride", "dst_stride", "extent", "amax", "scale", "number")
+    joined = {
+        name: torch.cat(
+            [getattr(part, name)[: part.num_whole] for part in parts]
+            + [getattr(part, name)[part.num_whole :] for part in parts]
+        )
+        for name in names
+    }
+    num_whole = sum(part.num_whole for part in parts)
+    return QuantizeTiles(
+        src_base=first.src_base,
+        dst_base=first.dst_base,
+        num_whole=num_whole,
+        aligned=all(part.aligned for part in parts),
+        **joined,
+    )
+
+
+def _rebased(tiles: QuantizeTiles, base: QuantizeTiles) -> QuantizeTiles:
+    """The same blocks, counted from other bases."""
+    size = base.src_base.element_size()
+    src, odd = divmod(tiles.src_base.data_ptr() - base.src_base.data_ptr(), size)
+    dst = tiles.dst_base.data_ptr() - base.dst_base.data_ptr()
+    if odd:
+        raise CodecError("matrices that do not lie a whole number of elements apart")
+    aligned = tiles.aligned and src % 16 == 0 and dst % 16 == 0
+    return replace(tiles, src=tiles.src + src, dst=tiles.dst + dst, aligned=aligned)
