@@ -160,8 +160,9 @@ class Engine(Member):
 
     def open(self, address: str) -> None:
         """Become a weft receiver, with weights in ordinary memory: another method may have moved them."""
-        for parameter in self.module.parameters():
-            parameter.data = parameter.data.clone()
+        if self.setup.device == "cpu":
+            for parameter in self.module.parameters():
+                parameter.data = parameter.data.clone()
         self.receiver = Receiver(address, rank=self.setup.rank, weights=self.live_weights())
 
     def receive(self) -> float:

@@ -3,7 +3,7 @@
 The reference, in plain torch for one block `x` of BF16 or FP32 numbers:
 
     amax = x.float().abs().amax()                          # of finite numbers
-    scale = amax.clamp(min=1e-10) / 448                     # FP32
+    scale = amax.clamp(min=1e-10) / torch.tensor(448.0)     # FP32; a plain 448 is rounded differently on GPUs
     q = (x.float() * (1 / scale)).clamp(-448, 448).to(torch.float8_e4m3fn)
 
 and `q.float() * scale` is what an engine computes with. The largest magnitude of a block does not depend on how the

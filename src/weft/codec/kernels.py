@@ -17,7 +17,7 @@ from weft.errors import CodecError
 WORDS = BLOCK // 32
 ENCODE_TILE, ENCODE_WARPS = 256, 4
 APPLY_WARPS = 4
-QUANTIZE_ROWS, QUANTIZE_WARPS = 32, 4
+QUANTIZE_ROWS, QUANTIZE_WARPS = 64, 8
 _TYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 
