@@ -315,34 +315,41 @@ static int apply_dense(Rows *rows, uint64_t byte, const unsigned char *raw, uint
     return 0;
 }
 
-static inline __attribute__((always_inline)) int apply_record(uint32_t width, Rows *rows, uint64_t first, const unsigned char *record, const Entry *entry) {
-    const unsigned char *place = record + GROUPS, *value = place + entry->changes;
-    const unsigned char *wide = value + entry->changes;
+/* Where the changed elements of a block are; all are fetched at once, or each would wait for the memory on its own. */
+static inline __attribute__((always_inline)) int find_elements(uint32_t width, Rows *rows, uint64_t first, const unsigned char *record, unsigned char **elements) {
+    const unsigned char *place = record + GROUPS;
     unsigned char *into = NULL;
     uint64_t from = 0, left = 0; /* the row at hand: `left` bytes from image byte `from` on are at `into` */
     for (uint32_t group = 0; group < GROUPS; group++) {
-        for (uint32_t i = 0; i < record[group]; i++, place++) {
-            uint64_t byte = (first + group * GROUP + *place) * width;
+        for (uint32_t i = 0; i < record[group]; i++) {
+            uint64_t byte = (first + group * GROUP + *place++) * width;
             if (byte - from >= left) {
                 into = find(rows, byte, &left);
                 if (!into || left < width) return -1;
                 from = byte;
             }
-            unsigned char *element = into + (byte - from);
-            if (width == 1) {
-                *element = *value++;
-            } else if (width == 4) {
-                memcpy(element, value, 4), value += 4;
-            } else {
-                uint16_t bits;
-                if (*value == ESCAPE) {
-                    memcpy(&bits, wide, 2), wide += 2;
-                } else {
-                    memcpy(&bits, element, 2);
-                    bits = (uint16_t)(bits + (int8_t)*value);
-                }
-                memcpy(element, &bits, 2), value++;
-            }
+            *elements = into + (byte - from);
+            __builtin_prefetch(*elements++, 1);
+        }
+    }
+    return 0;
+}
+
+static inline __attribute__((always_inline)) int apply_record(uint32_t width, Rows *rows, uint64_t first, const unsigned char *record, const Entry *entry) {
+    unsigned char *elements[BLOCK];
+    const unsigned char *value = record + GROUPS + entry->changes, *wide = value + entry->changes;
+    if (find_elements(width, rows, first, record, elements) < 0) return -1;
+    for (uint32_t i = 0; i < entry->changes; i++) {
+        if (width == 1) {
+            *elements[i] = value[i];
+        } else if (width == 4) {
+            memcpy(elements[i], value + 4 * i, 4);
+        } else {
+            uint16_t bits;
+            memcpy(&bits, elements[i], 2);
+            bits = (uint16_t)(bits + (int8_t)value[i]);
+            if (value[i] == ESCAPE) memcpy(&bits, wide, 2), wide += 2;
+            memcpy(elements[i], &bits, 2);
         }
     }
     return 0;

@@ -18,6 +18,7 @@ from weft.errors import ConfigError
 from weft.runtime.weights import Held, Part, Weights
 
 VERSION_STEP = 7919
+PERIOD, ROW_SHIFT = 100, 31
 _MULTIPLIER = 2_654_435_761
 
 
@@ -129,16 +130,27 @@ def advance(weights: Weights) -> None:
         tensor_at(held, weights.device).add_(VERSION_STEP)
 
 
-def is_version(weights: Weights, version: int) -> bool:
-    """Whether every element of every shard is exactly that version's."""
+def advance_some(weights: Weights, step: int) -> None:
+    """A version in which one element in PERIOD becomes the next number, other ones at every step."""
+    for held in weights.held:
+        matrix = tensor_at(held, weights.device)
+        matrix = matrix if matrix.dim() == 2 else matrix.view(1, -1)
+        row_lo, column_lo = held.lo if len(held.lo) == 2 else (0, held.lo[0])
+        for first in range(min(PERIOD, matrix.shape[0])):
+            start = (step - ROW_SHIFT * (row_lo + first) - column_lo) % PERIOD
+            matrix[first::PERIOD, start::PERIOD] += 1
+
+
+def is_version(weights: Weights, version: int, steps: int = 0) -> bool:
+    """Whether every element of every shard is exactly that version's, after some steps of `advance_some`."""
     return all(
         torch.equal(tensor_at(held, weights.device)[rows], values)
         for held in weights.held
-        for rows, values in _expected(held, version, weights.device)
+        for rows, values in _expected(held, version, weights.device, steps)
     )
 
 
-def _expected(held: Held, version: int, device: str) -> Iterator[tuple[slice, torch.Tensor]]:
+def _expected(held: Held, version: int, device: str, steps: int = 0) -> Iterator[tuple[slice, torch.Tensor]]:
     """A shard's contents, some rows at a time."""
     seed = zlib.crc32(held.tensor.name.encode())
     inner = torch.zeros((), dtype=torch.int64, device=device)
@@ -152,4 +164,8 @@ def _expected(held: Held, version: int, device: str) -> Iterator[tuple[slice, to
         index = torch.arange(held.lo[0] + rows.start, held.lo[0] + rows.stop, device=device) * stride
         index = index[(...,) + (None,) * inner.dim()] + inner
         bits = ((index * _MULTIPLIER + seed) >> 13) + version * VERSION_STEP
+        if steps:
+            width = held.tensor.shape[1] if len(held.tensor.shape) == 2 else held.tensor.shape[0]
+            residue = (index // width * ROW_SHIFT + index % width) % PERIOD
+            bits += (steps + PERIOD - torch.where(residue == 0, PERIOD, residue)) // PERIOD
         yield rows, bits.to(torch.int16)

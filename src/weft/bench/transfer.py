@@ -18,7 +18,7 @@ from typing import Any
 from weft.bench import baselines, payload
 from weft.bench.fleet import Fleet
 from weft.bench.prediction import Rates, predict
-from weft.config import DigestPolicy, ReceiverMode, TransferSettings
+from weft.config import DeltaPolicy, DigestPolicy, ReceiverMode, TransferSettings
 from weft.core.model import Model
 from weft.errors import ConfigError
 from weft.runtime.controller import Controller
@@ -63,6 +63,8 @@ class Row:
     fraction_of_engine_limit: float | None = None
     write_ms: float | None = None
     """The writes alone, without what deciding the version takes."""
+    wire_bytes: int | None = None
+    """What travelled, where it is less than `bytes`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,10 +92,12 @@ class _Method:
     mode: ReceiverMode
     digest: DigestPolicy
     num_threads: int = 1
+    delta: DeltaPolicy = DeltaPolicy.OFF
 
     @property
     def name(self) -> str:
-        return f"weft {self.mode}" + ("" if self.digest is DigestPolicy.ON else ", digest off")
+        changed = f", delta of {1 / payload.PERIOD:.0%}" if self.delta is DeltaPolicy.ON else ""
+        return f"weft {self.mode}{changed}" + ("" if self.digest is DigestPolicy.ON else ", digest off")
 
 
 @dataclass(slots=True)
@@ -109,6 +113,7 @@ class _Run:
     total: int
     modes: tuple[str, ...] = tuple(ReceiverMode)
     version: int = 0
+    small_steps: int = 0
     copies: list[float] = field(default_factory=list)
     rates: Rates = field(default_factory=Rates)
     rows: list[Row] = field(default_factory=list)
@@ -196,11 +201,15 @@ def _methods(run: _Run) -> Iterator[_Method]:
     for mode, digest in ((ReceiverMode.IN_PLACE, off), (ReceiverMode.IN_PLACE, on), (ReceiverMode.SHADOW, on)):
         yield _Method(fastest, mode, digest)
     if run.device == "cpu":
+        for mode in (ReceiverMode.IN_PLACE, ReceiverMode.SHADOW, ReceiverMode.PATCH):
+            yield _Method(fastest, mode, on, delta=DeltaPolicy.ON)
         yield _Method("cma", ReceiverMode.IN_PLACE, off)
         yield _Method("cma", ReceiverMode.IN_PLACE, on)
     if is_installed("nixl"):
         yield _Method("nixl", ReceiverMode.IN_PLACE, off)
         yield _Method("nixl", ReceiverMode.IN_PLACE, on)
+        if run.device == "cpu":
+            yield _Method("nixl", ReceiverMode.PATCH, on, delta=DeltaPolicy.ON)
 
 
 def _elapsed(spans: list[Any]) -> float:
@@ -252,6 +261,8 @@ def _weft(run: _Run, method: _Method) -> None:
         digest=method.digest,
         transport=method.transport,
         num_threads=method.num_threads,
+        delta=method.delta,
+        anchor_every=1000,
         nixl_devices="lo" if run.device == "cpu" else "",
     )
     if method.transport == "cma" and not run.rates.kernel:
@@ -264,16 +275,20 @@ def _weft(run: _Run, method: _Method) -> None:
     ) as controller:
         for side in ("engine", "trainer"):
             run.fleet.call(side, "open", address=controller.address)
-        found = [_one_version(run) for _ in range(WARM_UP + run.repeat)][WARM_UP:]
+        is_delta = method.delta is DeltaPolicy.ON
+        found = [_one_version(run) for _ in range(WARM_UP)]  # with patches: an anchor
+        found = [_one_version(run, small=is_delta) for _ in range(run.repeat)]
         times, pauses, writes = (statistics.median(column) for column in zip(*found, strict=True))
-        verified = all(run.fleet.call("engine", "verify", version=run.version))
-        if method.transport == "nixl":
+        verified = all(run.fleet.call("engine", "verify", version=run.version, steps=run.small_steps))
+        wire_bytes = controller.statistics().last_wire_bytes if is_delta else None
+        if method.transport == "nixl" and not is_delta:
             bare = [_elapsed(run.fleet.call("trainer", "bare_nixl", start=run.fleet.soon())) for _ in range(run.repeat)]
             run.rates = replace(run.rates, nixl=run.total / statistics.median(bare))
         for side in ("trainer", "engine"):
             run.fleet.call(side, "shut")
     checked = run.rates.checked if method.digest is DigestPolicy.ON else 0.0
     engine_limit = {"shm": checked, "cma": run.rates.kernel, "nixl": run.rates.nixl}.get(method.transport)
+    engine_limit = None if is_delta else engine_limit
     run.rows.append(
         Row(
             case=run.case.name,
@@ -286,19 +301,25 @@ def _weft(run: _Run, method: _Method) -> None:
             digest=method.digest,
             pause_ms=pauses * 1e3,
             write_ms=writes * 1e3,
+            wire_bytes=wire_bytes,
             engine_limit_gb_per_s=engine_limit / 1e9 if engine_limit else None,
             fraction_of_engine_limit=run.total / times / engine_limit if engine_limit else None,
         )
     )
 
 
-def _one_version(run: _Run) -> tuple[float, float, float]:
+def _one_version(run: _Run, *, small: bool = False) -> tuple[float, float, float]:
     """Seconds from publish to committed, the longest pause of an engine rank, the longest write of a trainer."""
-    run.version += 1
-    run.fleet.call("trainer", "advance")
-    run.fleet.call("engine", "spoil")
+    if small:
+        run.small_steps += 1
+        run.fleet.call("trainer", "advance_some", step=run.small_steps)
+    else:
+        run.version += 1
+        run.fleet.call("trainer", "advance")
+        run.fleet.call("engine", "spoil")
     receiving = run.fleet.ask("engine", "receive")
-    publishing = run.fleet.ask("trainer", "publish", version=run.version, start=run.fleet.soon())
+    number = run.version + run.small_steps
+    publishing = run.fleet.ask("trainer", "publish", version=number, start=run.fleet.soon())
     pauses, spans = run.fleet.answers(receiving, publishing)
     return _elapsed(spans), max(pauses), max(write_s for _, _, write_s in spans)
 
@@ -334,7 +355,7 @@ def _baseline(run: _Run, name: str, transport: str, once: Callable[[], float]) -
         run.fleet.call("trainer", "advance")
         run.fleet.call("engine", "spoil")
         times.append(once())
-    verified = all(run.fleet.call("engine", "verify", version=run.version))
+    verified = all(run.fleet.call("engine", "verify", version=run.version, steps=run.small_steps))
     seconds = statistics.median(times[WARM_UP:])
     run.rows.append(
         Row(
@@ -361,7 +382,9 @@ def _finished(run: _Run) -> list[Row]:
             row,
             gb_per_s=row.bytes / row.seconds / 1e9,
             fraction_of_limit=row.bytes / row.seconds / limit,
-            predicted_s=predict(
+            predicted_s=None
+            if row.wire_bytes is not None
+            else predict(
                 run.model,
                 run.case.num_trainers,
                 run.case.num_engine_ranks,

@@ -80,6 +80,10 @@ class Trainer(Member):
         """The next version's contents."""
         payload.advance(self.weights)
 
+    def advance_some(self, step: int) -> None:
+        """The next version's contents, one percent of which is new."""
+        payload.advance_some(self.weights, step)
+
     def open(self, address: str) -> None:
         """Become a weft sender."""
         self.sender = Sender(address, rank=self.setup.rank, weights=self.weights, timeout_s=WAIT_S)
@@ -179,9 +183,9 @@ class Engine(Member):
             self.receiver.close()
         self.receiver = None
 
-    def verify(self, version: int) -> bool:
-        """Whether the live weights are exactly a version."""
-        return payload.is_version(self.live_weights(), version)
+    def verify(self, version: int, steps: int = 0) -> bool:
+        """Whether the live weights are exactly a version, after some small steps."""
+        return payload.is_version(self.live_weights(), version, steps)
 
     def spoil(self) -> None:
         """Forget the weights, so that a method that moves nothing cannot pass."""
