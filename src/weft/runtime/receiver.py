@@ -231,15 +231,16 @@ class Receiver:
 
     def _receive_in_place(self, version: int, timeout_s: float) -> bool:
         """With the lock held: let the writers in and wait for the end; False if nothing was written."""
-        self._paused = True
+        self._paused, self._decision = True, None
         self._control.post(Paused(version=version))
         settled = self._changed.wait_for(lambda: self._decision is not None or self._error is not None, timeout_s)
         decision, self._decision = self._decision, None
-        if settled and decision is not None and decision.commit:
-            return True
-        self._clear_pending()
-        if settled and decision is not None and not decision.torn:
+        if decision is not None and decision.commit:
+            return True  # the next version may be pending already
+        if decision is not None and not decision.torn:
             return False
+        if decision is None:
+            self._clear_pending()
         late = f"version {version} was not decided in {timeout_s:.1f} s"
         if not settled:
             self._control.post(Failed(version=version, reason=f"{self.member} gave up: {late}"))
@@ -402,7 +403,7 @@ class Receiver:
     def _hand_out(self, version: int) -> None:
         """Let `poll` return a version, at a step all ranks of the engine agree on."""
         with self._changed:
-            self._pending, self._decision = version, None
+            self._pending = version
             if self._control.ranks_per_engine > 1:
                 self._fence, self._boundary = self._step + STEPS_AHEAD, None
                 self._control.post(At(version=version, step=self._step))
@@ -423,11 +424,14 @@ class Receiver:
                 self._control.post(Failed(version=decision.version, reason="it was given up before it was decided"))
 
     def _end_in_place(self, decision: Decide) -> None:
-        """With the lock held: whoever waits in `commit` goes on; an engine that has not paused need not."""
+        """With the lock held: whoever waits in `commit` goes on; an engine that has not paused need not.
+
+        The version is over here and now: the next one may come before the engine's thread has woken up.
+        """
         if self._paused:
             self._decision = decision
-            if decision.commit:
-                self._serve(decision.version)
+        if self._paused and decision.commit:
+            self._serve(decision.version)
         else:
             self._clear_pending()
         self._changed.notify_all()
