@@ -29,6 +29,8 @@ check: $(VENV)/.dev                 ## format, lint, types, import directions
 bench: $(VENV)/.dev                 ## planning and transfers on this machine, written to benchmarks/results/
 	$(BIN)/python benchmarks/planning.py
 	$(BIN)/python benchmarks/transfer.py
+	$(BIN)/python benchmarks/codec.py
+	$(BIN)/python benchmarks/sparsity.py
 
 docs: $(VENV)/.dev                  ## refresh the generated tables in README.md and docs/
 	$(BIN)/python docs/generate.py

@@ -101,7 +101,7 @@ def patch_of(now: np.ndarray[Any, Any], old: np.ndarray[Any, Any]) -> np.ndarray
     )
     held = old.copy()
     delta.check(out_at, size, **where, base=0, version=1)
-    delta.apply(out_at, **where, rows=delta.ImageRows.contiguous(int(held.ctypes.data), held.nbytes))
+    delta.apply(out_at, size, **where, rows=delta.ImageRows.contiguous(int(held.ctypes.data), held.nbytes))
     assert (held == now).all()
     return out[:size]
 

@@ -17,7 +17,10 @@ PLANNING = json.loads((ROOT / "benchmarks/results/planning.json").read_text())
 VALIDATION = json.loads((ROOT / "benchmarks/results/validation.json").read_text())
 TRANSFER = json.loads((ROOT / "benchmarks/results/transfer.json").read_text())
 TRANSFER_GPU = json.loads((ROOT / "benchmarks/results/transfer_h200.json").read_text())
-FILES = ("README.md", "docs/validation.md", "docs/transfer.md")
+CODEC = json.loads((ROOT / "benchmarks/results/codec.json").read_text())
+CODEC_GPU = json.loads((ROOT / "benchmarks/results/codec_h200.json").read_text())
+SPARSITY = json.loads((ROOT / "benchmarks/results/sparsity.json").read_text())
+FILES = ("README.md", "docs/validation.md", "docs/transfer.md", "docs/codec.md")
 
 
 def machine() -> str:
@@ -148,6 +151,7 @@ def _transfer_table(rows: list[dict[str, Any]]) -> str:
         "method",
         "transport",
         "GB",
+        "on the wire",
         "time",
         "of a plain copy",
         "of the bare engine",
@@ -161,6 +165,7 @@ def _transfer_table(rows: list[dict[str, Any]]) -> str:
             row["method"],
             row["transport"],
             f"{row['bytes'] / 1e9:.2f}",
+            f"{row['bytes'] / row['wire_bytes']:.0f}× less" if row.get("wire_bytes") else "",
             f"{row['seconds'] * 1e3:.0f} ms",
             f"{row['fraction_of_limit']:.2f}",
             "" if row["fraction_of_engine_limit"] is None else f"{row['fraction_of_engine_limit']:.2f}",
@@ -194,7 +199,68 @@ def transfer_summary() -> str:
     return table(header, lines)
 
 
+def codec() -> str:
+    """Kernels on one core."""
+    found = CODEC["machine"]
+    return f"{_codec_table(CODEC['rows'])}\n\nOne core of {found['cpu']}, measured."
+
+
+def codec_gpu() -> str:
+    """Kernels on one GPU."""
+    return f"{_codec_table(CODEC_GPU['rows'])}\n\nOne {CODEC_GPU['machine']['gpu']}, measured."
+
+
+def _codec_table(rows: list[dict[str, Any]]) -> str:
+    cells = [
+        (
+            row["kernel"],
+            f"{row['gb_per_s']:.1f}",
+            f"{row['fraction_of_limit']:.2f}",
+            "" if row["touched"] is None else f"{row['touched']:.2f}",
+            "" if row["result_bytes"] is None else f"{row['bytes'] / row['result_bytes']:.0f}× smaller",
+            {True: "yes", False: "**no**", None: ""}[row["exact"]],
+        )
+        for row in rows
+    ]
+    return table(("kernel", "GB/s of weights", "of a copy", "touched", "result", "exact"), cells)
+
+
+def sparsity() -> str:
+    """What changes at RL learning rates."""
+    cells = [
+        (
+            f"{row['learning_rate']:g}",
+            f"{row['changed']:.2%}",
+            f"{row['bytes_per_change']:.2f}",
+            f"{row['reduction']:.0f}×",
+            f"{row['reduction_zstd']:.0f}×",
+        )
+        for row in SPARSITY["rows"]
+    ]
+    one = SPARSITY["one_percent"]
+    cells.append(
+        (
+            "1% at random",
+            "1.00%",
+            f"{one['bytes_per_change']:.2f}",
+            f"{one['reduction']:.0f}×",
+            f"{one['reduction_zstd']:.0f}×",
+        )
+    )
+    header = ("learning rate", "BF16 weights changed in a step", "bytes a change", "smaller by", "with zstd")
+    published = "; ".join(
+        f"{name}: {found['changed']} changed, {found['bytes']}" for name, found in SPARSITY["published"].items()
+    )
+    model = (
+        f"{SPARSITY['rows'][0]['elements'] / 1e6:.1f} M parameters, AdamW with FP32 master weights, medians of 40 steps"
+    )
+    return f"{table(header, cells)}\n\nMeasured: a transformer of {model}. Published: {published}."
+
+
 BLOCKS = {
+    "codec": codec,
+    "codec-gpu": codec_gpu,
+    "sparsity": sparsity,
     "transfer": transfer,
     "transfer-gpu": transfer_gpu,
     "transfer-summary": transfer_summary,

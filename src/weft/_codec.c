@@ -316,12 +316,15 @@ static int apply_dense(Rows *rows, uint64_t byte, const unsigned char *raw, uint
 }
 
 /* Where the changed elements of a block are; all are fetched at once, or each would wait for the memory on its own. */
-static inline __attribute__((always_inline)) int find_elements(uint32_t width, Rows *rows, uint64_t first, const unsigned char *record, unsigned char **elements) {
+static inline __attribute__((always_inline)) int find_elements(uint32_t width, Rows *rows, uint64_t first, const unsigned char *record, uint32_t left_changes, unsigned char **elements) {
     const unsigned char *place = record + GROUPS;
     unsigned char *into = NULL;
     uint64_t from = 0, left = 0; /* the row at hand: `left` bytes from image byte `from` on are at `into` */
     for (uint32_t group = 0; group < GROUPS; group++) {
-        for (uint32_t i = 0; i < record[group]; i++) {
+        uint32_t count = record[group];
+        if (count > left_changes) return -1;
+        left_changes -= count;
+        for (uint32_t i = 0; i < count; i++) {
             uint64_t byte = (first + group * GROUP + *place++) * width;
             if (byte - from >= left) {
                 into = find(rows, byte, &left);
@@ -332,13 +335,13 @@ static inline __attribute__((always_inline)) int find_elements(uint32_t width, R
             __builtin_prefetch(*elements++, 1);
         }
     }
-    return 0;
+    return left_changes ? -1 : 0;
 }
 
 static inline __attribute__((always_inline)) int apply_record(uint32_t width, Rows *rows, uint64_t first, const unsigned char *record, const Entry *entry) {
     unsigned char *elements[BLOCK];
-    const unsigned char *value = record + GROUPS + entry->changes, *wide = value + entry->changes;
-    if (find_elements(width, rows, first, record, elements) < 0) return -1;
+    const unsigned char *value = record + GROUPS + entry->changes, *wide = value + entry->changes, *end = wide + 2 * entry->escapes;
+    if (find_elements(width, rows, first, record, entry->changes, elements) < 0) return -1;
     for (uint32_t i = 0; i < entry->changes; i++) {
         if (width == 1) {
             *elements[i] = value[i];
@@ -348,20 +351,27 @@ static inline __attribute__((always_inline)) int apply_record(uint32_t width, Ro
             uint16_t bits;
             memcpy(&bits, elements[i], 2);
             bits = (uint16_t)(bits + (int8_t)value[i]);
-            if (value[i] == ESCAPE) memcpy(&bits, wide, 2), wide += 2;
+            if (value[i] == ESCAPE) {
+                if (wide == end) return -1;
+                memcpy(&bits, wide, 2), wide += 2;
+            }
             memcpy(elements[i], &bits, 2);
         }
     }
     return 0;
 }
 
-static inline __attribute__((always_inline)) int apply(uint32_t width, const unsigned char *patch, uint64_t num_elements, Rows *rows) {
+/* Bounds are looked at again: a patch may lie in memory that others can write. */
+static inline __attribute__((always_inline)) int apply(uint32_t width, const unsigned char *patch, uint64_t size, uint64_t num_elements, Rows *rows) {
     uint64_t num_blocks = (num_elements + BLOCK - 1) / BLOCK;
+    if (size < sizeof(Header) + num_blocks * sizeof(Entry)) return -1;
     for (uint64_t block = 0; block < num_blocks; block++) {
         uint64_t first = block * BLOCK, count = num_elements - first < BLOCK ? num_elements - first : BLOCK;
         Entry entry;
         memcpy(&entry, patch + sizeof(Header) + block * sizeof entry, sizeof entry);
-        const unsigned char *record = patch + (uint64_t)entry.offset * 4;
+        uint64_t at = (uint64_t)entry.offset * 4, bytes = record_bytes(width, count, entry.changes, entry.escapes);
+        const unsigned char *record = patch + at;
+        if (bytes && (at > size || bytes > size - at || (entry.changes != DENSE && entry.changes > BLOCK))) return -1;
         int failed = 0;
         if (entry.changes == DENSE) failed = apply_dense(rows, first * width, record, count * width);
         else if (entry.changes) failed = apply_record(width, rows, first, record, &entry);
@@ -381,16 +391,16 @@ static const uint64_t *column(PyObject *object, Py_buffer *view, uint64_t *num_r
     return (const uint64_t *)view->buf;
 }
 
-/* apply(patch, width, elements, begin, address, length) -> whether every change had a row; the patch must be checked */
+/* apply(patch, bytes, width, elements, begin, address, length) -> whether every change had a row; the patch must be checked */
 static PyObject *codec_apply(PyObject *self, PyObject *args) {
     (void)self;
-    unsigned long long patch, num_elements;
+    unsigned long long patch, size, num_elements;
     unsigned int width;
     PyObject *objects[3];
     Py_buffer views[3];
     const uint64_t *columns[3];
     uint64_t num_rows[3];
-    if (!PyArg_ParseTuple(args, "KIKOOO:apply", &patch, &width, &num_elements, &objects[0], &objects[1], &objects[2])) return NULL;
+    if (!PyArg_ParseTuple(args, "KKIKOOO:apply", &patch, &size, &width, &num_elements, &objects[0], &objects[1], &objects[2])) return NULL;
     for (int i = 0; i < 3; i++) {
         columns[i] = column(objects[i], &views[i], &num_rows[i]);
         if (!columns[i]) {
@@ -403,9 +413,9 @@ static PyObject *codec_apply(PyObject *self, PyObject *args) {
         Rows rows = {columns[0], columns[1], columns[2], num_rows[0], 0};
         const unsigned char *from = (const unsigned char *)(uintptr_t)patch;
         Py_BEGIN_ALLOW_THREADS
-        if (width == 1) failed = apply(1, from, num_elements, &rows);
-        else if (width == 2) failed = apply(2, from, num_elements, &rows);
-        else failed = apply(4, from, num_elements, &rows);
+        if (width == 1) failed = apply(1, from, size, num_elements, &rows);
+        else if (width == 2) failed = apply(2, from, size, num_elements, &rows);
+        else failed = apply(4, from, size, num_elements, &rows);
         Py_END_ALLOW_THREADS
     }
     for (int i = 0; i < 3; i++) PyBuffer_Release(&views[i]);
@@ -555,7 +565,7 @@ static PyMethodDef methods[] = {
     {"quantize", codec_quantize, METH_VARARGS, "quantize(box, dst, dst stride)"},
     {"encode", codec_encode, METH_VARARGS, "encode(new, base, width, elements, out, capacity) -> bytes, 0 if they do not fit"},
     {"check", codec_check, METH_VARARGS, "check(patch, bytes, width, elements) -> what is wrong, or None"},
-    {"apply", codec_apply, METH_VARARGS, "apply(patch, width, elements, begin, address, length) -> whether every change had a row"},
+    {"apply", codec_apply, METH_VARARGS, "apply(patch, bytes, width, elements, begin, address, length) -> whether every change had a row"},
     {NULL, NULL, 0, NULL},
 };
 

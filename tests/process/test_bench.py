@@ -40,7 +40,20 @@ def test_every_method_moves_every_byte():
     assert all(row["verified"] for row in moved)
     assert {row["transport"] for row in moved} == {"shm", "cma", "nixl", "gloo", "file"}
     assert {row["case"] for row in moved} == {"FSDP2 → TP2", "FSDP2 → 2 replicas"}
+    assert {row["mode"] for row in moved if row["wire_bytes"] is not None} == {"in_place", "shadow", "patch"}
     assert sorted(os.listdir("/dev/shm")) == before
+
+
+def test_every_codec_gives_what_its_reference_gives():
+    command = [sys.executable, "-m", "weft", "bench", "codec", "--megabytes", "2", "--repeat", "1", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert report["copy_gb_per_s"] > 0
+    wanted = {"kernel", "device", "bytes", "seconds", "gb_per_s", "fraction_of_limit", "exact"}
+    assert all(set(row) >= wanted for row in report["rows"])
+    assert [row["kernel"] for row in report["rows"] if row["exact"] is False] == []
+    assert sum(row["exact"] is True for row in report["rows"]) >= 10
 
 
 def test_the_controller_command_serves_members_and_says_what_happened():

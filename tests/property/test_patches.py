@@ -53,7 +53,7 @@ def applied(patch: NDArray[np.uint8], old: NDArray[np.uint8], width: int, versio
     num_elements = len(old) // width
     address = int(patch.ctypes.data)
     delta.check(address, len(patch), width=width, num_elements=num_elements, base=version - 1, version=version)
-    delta.apply(address, width=width, num_elements=num_elements, rows=target.rows)
+    delta.apply(address, len(patch), width=width, num_elements=num_elements, rows=target.rows)
     assert target.is_whole()
     return target.image
 
@@ -109,7 +109,7 @@ def test_an_image_may_lie_in_rows(case: tuple[int, NDArray[np.uint8], NDArray[np
         length=np.diff(borders).astype(np.uint64),
     )
     patch = patch_of(new, old, width)
-    delta.apply(int(patch.ctypes.data), width=width, num_elements=len(old) // width, rows=rows)
+    delta.apply(int(patch.ctypes.data), len(patch), width=width, num_elements=len(old) // width, rows=rows)
     assert (np.concatenate([piece.image for piece in pieces]) == new).all()
     assert all(piece.is_whole() for piece in pieces)
 

@@ -43,6 +43,11 @@ def test_transfer_settings_take_names_and_refuse_what_cannot_be():
         ({"silence_s": 0.5}, "two beats"),
         ({"version_s": 0.0}, "version_s"),
         ({"num_threads": 0}, "num_threads"),
+        ({"delta": "perhaps"}, "unknown delta"),
+        ({"mode": "patch"}, "mode `patch` without delta"),
+        ({"compression": "zstd"}, "compression without delta"),
+        ({"delta": "on", "compression": "zip"}, "unknown compression"),
+        ({"delta": "on", "anchor_every": 0}, "anchor_every is 0"),
     ]:
         with pytest.raises(ConfigError, match=told):
             TransferSettings(**wrong)

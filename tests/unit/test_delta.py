@@ -83,6 +83,7 @@ def test_rows_that_do_not_hold_the_image_are_refused() -> None:
     with pytest.raises(CodecError, match="do not hold 1000 elements"):
         delta.apply(
             patch.ctypes.data,
+            len(patch),
             width=2,
             num_elements=1000,
             rows=delta.ImageRows.contiguous(target.ctypes.data, target.nbytes),

@@ -166,7 +166,7 @@ def _measure_patches(bench: Bench, old: Bytes, new: Bytes, width: int, name: str
 
     def apply() -> None:
         rows = delta.ImageRows.contiguous(int(held.ctypes.data), len(held))
-        delta.apply(int(out.ctypes.data), width=width, num_elements=num_elements, rows=rows)
+        delta.apply(int(out.ctypes.data), sizes[0], width=width, num_elements=num_elements, rows=rows)
 
     def applied() -> bool:
         held[:] = old

@@ -14,7 +14,7 @@ from rich.markup import escape
 
 from weft.cli.case_options import Json
 from weft.cli.output import err, print_json
-from weft.config import DigestPolicy, TransferSettings
+from weft.config import DeltaPolicy, DigestPolicy, TransferSettings
 from weft.core.version import CommitPolicy
 from weft.runtime.controller import Controller
 from weft.runtime.keys import load_allowed, load_keys
@@ -26,7 +26,12 @@ def controller_command(
     ranks_per_engine: Annotated[int, typer.Option(help="Ranks of one engine; they commit at the same step.")] = 1,
     bind: Annotated[str, typer.Option(help="Where to listen.")] = "tcp://127.0.0.1:7070",
     quorum: Annotated[int, typer.Option(help="Engines a version needs; 0: all of them.")] = 0,
-    mode: Annotated[str, typer.Option(help="shadow: staged beside serving. in_place: no extra memory.")] = "shadow",
+    mode: Annotated[
+        str, typer.Option(help="shadow: staged beside serving. in_place: no extra memory. patch: with --delta.")
+    ] = "shadow",
+    delta: Annotated[bool, typer.Option(help="Send only what changed since the version each engine serves.")] = False,
+    anchor_every: Annotated[int, typer.Option(help="With --delta: every so many versions one is sent whole.")] = 20,
+    compression: Annotated[str, typer.Option(help="With --delta: none, or zstd for slow links.")] = "none",
     transport: Annotated[str, typer.Option(help="auto, or one for every link.")] = "auto",
     allow_fallback: Annotated[bool, typer.Option(help="Take a slower transport where the one meant fails.")] = False,
     digest: Annotated[bool, typer.Option(help="Verify every version by digests.")] = True,
@@ -39,6 +44,9 @@ def controller_command(
     settings = TransferSettings(
         mode=mode,  # type: ignore[arg-type]  # checked there
         digest=DigestPolicy.ON if digest else DigestPolicy.OFF,
+        delta=DeltaPolicy.ON if delta else DeltaPolicy.OFF,
+        anchor_every=anchor_every,
+        compression=compression,  # type: ignore[arg-type]
         transport=transport,
         allow_fallback=allow_fallback,
         silence_s=silence_s,

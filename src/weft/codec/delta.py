@@ -155,16 +155,16 @@ def check(patch: int, num_bytes: int, *, width: int, num_elements: int, base: in
         raise CodecError(f"a damaged patch: {wrong}")
 
 
-def apply(patch: int, *, width: int, num_elements: int, rows: ImageRows) -> None:
+def apply(patch: int, num_bytes: int, *, width: int, num_elements: int, rows: ImageRows) -> None:
     """Apply a patch that was checked. Rows must hold the whole image."""
     if int(rows.length.sum()) != num_elements * width or (rows.length % np.uint64(width)).any():
         raise CodecError(f"rows of {int(rows.length.sum())} bytes do not hold {num_elements} elements of {width}")
     if _codec is not None:
-        done = _codec.apply(patch, width, num_elements, rows.begin, rows.address, rows.length)
+        done = _codec.apply(patch, num_bytes, width, num_elements, rows.begin, rows.address, rows.length)
     else:
-        done = _apply_slowly(patch, width, num_elements, rows)
+        done = _apply_slowly(memory_view(patch, num_bytes), width, num_elements, rows)
     if not done:
-        raise CodecError("the rows of an image do not follow each other")
+        raise CodecError("a patch was changed after it was checked, or the rows of its image do not follow each other")
 
 
 def _check_width(width: int) -> None:
@@ -286,8 +286,7 @@ def _check_record(record: Bytes, width: int, elements: int, changes: int, escape
     return None
 
 
-def _apply_slowly(address: int, width: int, num_elements: int, rows: ImageRows) -> bool:
-    patch = memory_view(address, read_header(address, HEADER_BYTES).num_bytes)
+def _apply_slowly(patch: Bytes, width: int, num_elements: int, rows: ImageRows) -> bool:
     image = _gather(rows)
     elements = image.view(f"<u{width}")
     for block, (offset, changes, escapes) in enumerate(table_of(patch, num_elements).tolist()):

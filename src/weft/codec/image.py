@@ -133,12 +133,11 @@ class ImageLayout:
         for part, at, size in self._patches(patches, num_bytes):
             delta.check(at, size, width=part.width, num_elements=part.num_elements, base=base, version=version)
 
-    def apply(self, patches: int, address: Column) -> None:
+    def apply(self, patches: int, num_bytes: int, address: Column) -> None:
         """Apply checked patches to rows at these addresses."""
-        for part in self.sections:
+        for part, at, size in self._patches(patches, num_bytes):
             rows = ImageRows(begin=part.row_begin, address=address[part.rows], length=self.length[part.rows])
-            delta.apply(patches, width=part.width, num_elements=part.num_elements, rows=rows)
-            patches += _padded(delta.read_header(patches, delta.HEADER_BYTES).num_bytes)
+            delta.apply(at, size, width=part.width, num_elements=part.num_elements, rows=rows)
 
 
 def _padded(num_bytes: int) -> int:

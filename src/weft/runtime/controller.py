@@ -413,16 +413,17 @@ class Controller:
         trainers, engines = self._joins("trainer"), self._joins("engine")
         try:
             plan = plan_members(trainers, engines, self._cluster, ranks_per_engine=self._ranks_per_engine)
+            digest = plan_file.digest(plan)
+            opened = tuple(
+                {known.join.rank: known.opened for known in self._members.values() if known.join.side == side}
+                for side in ("trainer", "engine")
+            )
+            transports = {link: choice.transport for link, choice in self._links.items()}
+            parts = Parts(plan, digest, (trainers, engines), opened, transports)  # type: ignore[arg-type]
         except WeftError as error:
             self._refuse_all(error)
             return
-        self._plan, self._plan_digest = plan, plan_file.digest(plan)
-        opened = tuple(
-            {known.join.rank: known.opened for known in self._members.values() if known.join.side == side}
-            for side in ("trainer", "engine")
-        )
-        transports = {link: choice.transport for link, choice in self._links.items()}
-        parts = Parts(plan, self._plan_digest, (trainers, engines), opened, transports)  # type: ignore[arg-type]
+        self._plan, self._plan_digest = plan, digest
         for rank in engines:
             self._send(f"engine {rank}", parts.receive_plan(rank))
         for rank in trainers:

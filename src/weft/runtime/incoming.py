@@ -88,5 +88,5 @@ class Patches:
 
     def apply(self) -> None:
         """Change the weights where they belong."""
-        for link, address, _, _ in self._all:
-            link.layout.apply(address, link.address)
+        for link, address, num_bytes, _ in self._all:
+            link.layout.apply(address, num_bytes, link.address)

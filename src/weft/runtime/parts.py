@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from weft.codec import delta
 from weft.codec.image import ImageLayout
 from weft.core.layout import DTYPE_BYTES, Layout, Shard, Tensor
 from weft.core.plan import Plan
@@ -126,9 +127,15 @@ class Parts:
             opened = self._to[engine]
             if not opened.patch_bytes:
                 continue
+            layout = ImageLayout.of(rows.length, rows.width)
+            if any(delta.max_bytes(part.num_elements, part.width) > delta.MAX_BYTES for part in layout.sections):
+                raise PlanError(
+                    f"trainer {trainer} sends {layout.num_bytes} bytes to engine {engine}: too many for a patch",
+                    hint=f"at most {delta.MAX_BYTES} on one link with delta; use more ranks, or turn delta off",
+                )
             begin = used.get(engine, 0)
             slots[trainer, engine] = opened.patch_address + begin
-            used[engine] = begin + -(-ImageLayout.of(rows.length, rows.width).max_patch_bytes // ALIGN) * ALIGN
+            used[engine] = begin + -(-layout.max_patch_bytes // ALIGN) * ALIGN
             if used[engine] > opened.patch_bytes:
                 raise PlanError(
                     f"engine {engine} has {opened.patch_bytes} bytes for patches, {used[engine]} are needed"

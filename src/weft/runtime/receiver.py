@@ -26,6 +26,8 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import wait as wait_for_futures
 from typing import Any, Self
 
 from weft.config import CompressionPolicy, DeltaPolicy, DigestPolicy, ReceiverMode
@@ -102,6 +104,8 @@ class Receiver:
         self._expected: int | None = None
         self._incoming: list[Incoming] = []
         self._patch_memory: Memory | None = None
+        self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"weft-{self.member}-patch")
+        self._taking: Future[None] | None = None
         self._patches: Patches | None = None
         """What `commit` will apply (mode `patch`)."""
         self._staged: int | None = None
@@ -214,12 +218,20 @@ class Receiver:
             self._work.synchronize()  # what the engine queued still reads the old weights
             if in_place:
                 return self._receive_in_place(version, timeout_s)
-            if self._patches is not None:
-                self._patches.apply()
-            elif self._landing.copy is not None:
+            if self._landing.copy is not None:
                 self._work.copy(*self._landing.copy)
+            else:
+                self._apply_patches(version)
             self._serve(version)
         return True
+
+    def _apply_patches(self, version: int) -> None:
+        """Mode `patch`, with the lock held. What stops half-way leaves torn weights."""
+        patches, self._patches = self._patches, None
+        if patches is None or patches.version != version:
+            raise IntegrityError(f"{self.member} has no patch to version {version}")
+        self._poison = f"the patch to version {version} was not applied to its end"
+        patches.apply()
 
     def _serve(self, version: int) -> None:
         """With the lock held: the version is visible now."""
@@ -354,6 +366,9 @@ class Receiver:
     def _expect(self, version: int) -> None:
         """A version is coming: follow it, and in place ask the engine to pause."""
         self._expected = version
+        if self._taking is not None:  # of a version that was given up meanwhile
+            wait_for_futures([self._taking])
+            self._taking = None
         self._arrivals = None if self._has_patches else self._follow(version, self._streams)
         self._sent, self._ready = None, None
         if self._control.settings.mode is ReceiverMode.IN_PLACE:
@@ -380,6 +395,16 @@ class Receiver:
             self._arrivals = self._follow(version, [link.stream(sent.get(link.trainer, 0)) for link in self._incoming])
         except WeftError as error:
             self._control.post(Failed(version=version, reason=str(error)))
+
+    def _took_patches(self, version: int, parts: list[Part]) -> bool:
+        """Whether patches were dealt with, by another thread: it may take longer than a beat. Raises its error."""
+        if self._taking is None:
+            self._taking = self._worker.submit(self._take_patches, version, parts)
+        if not self._taking.done():
+            return False
+        taken, self._taking = self._taking, None
+        taken.result()
+        return True
 
     def _take_patches(self, version: int, parts: list[Part]) -> None:
         """Patches are here: look whether they fit, and apply them where the engine does not look."""
@@ -409,12 +434,22 @@ class Receiver:
                 self._control.post(At(version=version, step=self._step))
             self._changed.notify_all()
 
+    def _count_arrivals(self) -> bool:
+        """Without a digest: take in what was counted as arrived; returns whether the version is whole."""
+        arrivals = self._arrivals
+        if arrivals is None or self._control.settings.digest is DigestPolicy.ON:
+            return False
+        while arrivals.follow():
+            pass
+        return arrivals.is_whole
+
     def _decide(self, decision: Decide) -> None:
+        self._count_arrivals()  # so that transports need not keep what nobody asked for
         self._arrivals, self._sent, self._ready = None, None, None
         if self._control.settings.mode is not ReceiverMode.IN_PLACE:
             if decision.commit:
                 self._hand_out(decision.version)
-            else:
+            elif self._patches is not None and self._patches.version == decision.version:
                 self._patches = None
             return
         with self._changed:
@@ -450,8 +485,8 @@ class Receiver:
                 return 0.0
             if arrivals.is_whole:
                 arrivals.check(parts)
-                if self._has_patches:
-                    self._take_patches(arrivals.version, parts)
+                if self._has_patches and not self._took_patches(arrivals.version, parts):
+                    return FOLLOW_S
                 self._ready = arrivals.version
                 self._control.post(Ready(version=arrivals.version))
             elif time.monotonic() > deadline:
@@ -476,6 +511,8 @@ class Receiver:
 
     def controller_lost(self, error: WeftError) -> None:
         """What was on its way is not finished; what was decided stays. An update in place may be torn."""
+        if self._arrivals is not None and self._count_arrivals():
+            self._ready = self._arrivals.version  # perhaps others were told to commit it
         self._arrivals, self._sent = None, None
         with self._changed:
             if self._pending is not None and self._control.settings.mode is ReceiverMode.IN_PLACE:
@@ -490,7 +527,9 @@ class Receiver:
     def close(self) -> None:
         """Leave."""
         self._control.close()
+        self._worker.shutdown(wait=True)
         self._transports.close_all()
+        self._landing, self._patch_memory, self._patches, self._quarantine = None, None, None, []
 
     def __enter__(self) -> Self:
         return self

@@ -48,7 +48,7 @@ from weft.runtime.messages import (
 from weft.runtime.outgoing import Outgoing
 from weft.runtime.transports import OpenTransports
 from weft.runtime.weights import Held, Weights
-from weft.transport.base import Batch, Ticket, Transport
+from weft.transport.base import Batch, Handle, Ticket, Transport
 
 JOIN_S = 60.0
 DRAIN_S = 120.0
@@ -60,6 +60,8 @@ class Publication:
     def __init__(self, version: int) -> None:
         self.version = version
         self._released = threading.Event()
+        self._ended = threading.Event()
+        """Set when nothing is written any more; patches release the weights before that."""
         self._decided = threading.Event()
         self._error: WeftError | None = None
         self._go: Go | None = None
@@ -88,6 +90,11 @@ class Publication:
         return self._decided.is_set()
 
     @property
+    def has_ended(self) -> bool:
+        """Whether it is decided and nothing is written any more."""
+        return self._decided.is_set() and self._ended.is_set()
+
+    @property
     def is_released(self) -> bool:
         """Whether the source memory may change again."""
         return self._released.is_set()
@@ -105,6 +112,8 @@ class _Prepared:
     peer: str = ""
     slot: int = 0
     outgoing: Outgoing | None = None
+    registered: Handle | None = None
+    """The memory patches are made in."""
 
 
 class Sender:
@@ -148,7 +157,7 @@ class Sender:
                 raise VersionError(
                     f"version {version} after version {self._last}", hint="every publication has a higher version"
                 )
-            finished = [v for v, p in self._publications.items() if p.is_decided and p.is_released]
+            finished = [v for v, p in self._publications.items() if p.has_ended]
             for old in finished:
                 del self._publications[old]
             unreleased = [p.version for p in self._publications.values() if not p.is_released]
@@ -184,6 +193,7 @@ class Sender:
             self._give_up(publication, ProtocolError(f"{self.member}: {type(error).__name__} while sending: {error}"))
         finally:
             publication._released.set()
+            publication._ended.set()
 
     def _give_up(self, publication: Publication, error: WeftError) -> None:
         """Tell the controller and whoever waits for the publication."""
@@ -232,7 +242,9 @@ class Sender:
         posted = []
         wanted = [prepared for prepared in self._prepared if prepared.engine in go.engines]
         losses += [Loss(engine=p.engine, reason=p.obstacle) for p in wanted if p.obstacle]
-        batches = self._batches_of(publication, go, [p for p in wanted if not p.obstacle])
+        batches = self._batches_of(publication, go, [p for p in wanted if not p.obstacle], losses)
+        if publication.is_decided:
+            raise TransportError(f"version {go.version} was given up before it was written")
         for name in sorted({prepared.transport for prepared, _ in batches}):
             mine = [(p.engine, batch) for p, batch in batches if p.transport == name]
             tickets = self._transports[name].post_all([batch for _, batch in mine], tag=go.version + 1)
@@ -240,7 +252,9 @@ class Sender:
             posted += [(engine, ticket) for (engine, _), ticket in zip(mine, tickets, strict=True)]
         return posted
 
-    def _batches_of(self, publication: Publication, go: Go, wanted: list[_Prepared]) -> list[tuple[_Prepared, Batch]]:
+    def _batches_of(
+        self, publication: Publication, go: Go, wanted: list[_Prepared], losses: list[Loss]
+    ) -> list[tuple[_Prepared, Batch]]:
         """What to write: prepared rows, or the version's patches. Once patches are packed the weights may change."""
         holds = dict(zip(go.engines, go.holds, strict=True))
         links = [(p, p.outgoing) for p in wanted if p.outgoing is not None]
@@ -251,7 +265,10 @@ class Sender:
         found = [(p, p.batch) for p in wanted if p.batch is not None]
         for p, outgoing in links:
             num_bytes = outgoing.encode(go.version, engine_holds=holds[p.engine])
-            found.append((p, self._patch_batch(p, outgoing, num_bytes)))
+            try:
+                found.append((p, self._patch_batch(p, outgoing, num_bytes)))
+            except TransportError as error:
+                losses.append(Loss(engine=p.engine, reason=str(error)))
         return found
 
     def _patch_batch(self, prepared: _Prepared, outgoing: Outgoing, num_bytes: int) -> Batch:
@@ -261,7 +278,7 @@ class Sender:
 
     def join_message(self) -> Join | None:
         """How to join; not while a write is under way, which a new controller would not know of."""
-        if any(p._go is not None and not p.is_released for p in list(self._publications.values())):
+        if any(p._go is not None and not p._ended.is_set() for p in list(self._publications.values())):
             return None
         return Join(
             protocol=PROTOCOL,
@@ -281,6 +298,7 @@ class Sender:
             case Open(round=number, transports=names):
                 self._open(number, names)
             case SendPlan():
+                self._forget_images()
                 self._prepared = [self._prepare(target) for target in message.targets]
             case Go(version=version):
                 self._go(version, message)
@@ -334,10 +352,23 @@ class Sender:
             anchor_every=settings.anchor_every,
             compressed=settings.compression is CompressionPolicy.ZSTD,
         )
-        transport.register(outgoing.patch.address, outgoing.patch.num_bytes)
+        handle, _ = transport.register(outgoing.patch.address, outgoing.patch.num_bytes)
         return _Prepared(
-            target.engine, target.offer.endpoint.transport, None, peer=peer, slot=target.slot, outgoing=outgoing
+            target.engine,
+            target.offer.endpoint.transport,
+            None,
+            peer=peer,
+            slot=target.slot,
+            outgoing=outgoing,
+            registered=handle,
         )
+
+    def _forget_images(self) -> None:
+        """A new plan: what was kept for the old one is given back."""
+        for prepared in self._prepared:
+            if prepared.registered is not None:
+                self._transports[prepared.transport].deregister(prepared.registered)
+        self._prepared = []
 
     def idle(self) -> float | None:
         """Nothing to do between messages."""
@@ -372,6 +403,7 @@ class Sender:
                 self._decide(publication, ProtocolError(f"{self.member} was closed"))
         self._writer.shutdown(wait=True)
         self._control.close()
+        self._forget_images()
         self._transports.close_all()
 
     def __enter__(self) -> Self:

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from weft.config import TransferSettings
+from weft.config import DeltaPolicy, TransferSettings
+from weft.devices import CPU
+from weft.errors import ConfigError
 from weft.runtime.channel import own_address
 from weft.runtime.messages import Offer
 from weft.transport.base import Descriptor, Memory, Transport
@@ -41,6 +43,11 @@ class OpenTransports:
 
     def open(self, names: Iterable[str], settings: TransferSettings) -> None:
         """Open what is not open yet."""
+        if settings.delta is DeltaPolicy.ON and self._device != CPU:
+            raise ConfigError(
+                f"{self._member} has its weights on {self._device}, but patches are made of CPU memory so far",
+                hint="turn delta off",
+            )
         for name in names:
             if name not in self._open:
                 self._open[name] = open_transport(
