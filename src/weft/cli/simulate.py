@@ -34,6 +34,8 @@ from weft.observe.trace import write_trace
 from weft.sim.presets import PRESETS, Preset
 from weft.sim.simulator import Options, simulate
 
+SIMULATED = (ReceiverMode.SHADOW, ReceiverMode.IN_PLACE)
+
 
 def simulate_command(
     name: Name = "",
@@ -56,8 +58,9 @@ def simulate_command(
     as_json: Json = False,
 ) -> None:
     """Predict how long one update takes, and how long the engines pause."""
-    if mode not in list(ReceiverMode):
-        raise ConfigError(f"unknown mode `{mode}`", hint=f"use {' or '.join(ReceiverMode)}")
+    if mode not in SIMULATED:
+        hint = "patches are not simulated yet" if mode == ReceiverMode.PATCH else None
+        raise ConfigError(f"mode `{mode}` cannot be simulated; use {' or '.join(SIMULATED)}", hint=hint)
     if not 0 <= skew_ms <= 3_600_000:
         raise ConfigError(f"skew of {skew_ms} ms", hint="give 0 to 3600000 milliseconds")
     asked = Asked(
