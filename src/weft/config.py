@@ -54,7 +54,7 @@ class CompressionPolicy(enum.StrEnum):
     NONE = "none"
     """As they are: memory speed."""
     ZSTD = "zstd"
-    """By Zstandard: about half the bytes."""
+    """By Zstandard: fewer bytes, more work."""
 
 
 AnyEnum = TypeVar("AnyEnum", bound=enum.StrEnum)
@@ -80,7 +80,7 @@ class TransferSettings:
     anchor_every: int = 20
     """With `delta`: every so many versions one is sent whole."""
     compression: CompressionPolicy = CompressionPolicy.NONE
-    """With `delta`: whether patches are compressed; for links slower than about 1 GB/s."""
+    """With `delta`: whether patches are compressed; for slow links."""
     transport: str = "auto"
     """`auto` takes the fastest for each link; a name is used for every link, or refused."""
     allow_fallback: bool = False

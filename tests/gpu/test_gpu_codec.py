@@ -10,7 +10,7 @@ pytest.importorskip("triton")
 if not torch.cuda.is_available():
     pytest.skip("no CUDA device", allow_module_level=True)
 
-from weft.codec import delta, fp8, kernels  # noqa: E402
+from weft.codec import delta, fp8, fp8_kernels, patch_kernels  # noqa: E402
 from weft.errors import CodecError  # noqa: E402
 
 pytestmark = pytest.mark.gpu
@@ -30,7 +30,7 @@ def images(width: int, num_elements: int, density: float, reach: int) -> tuple[n
 def device_patch(old: np.ndarray, new: np.ndarray, width: int) -> np.ndarray:
     out = torch.zeros(delta.max_bytes(len(new) // width, width), dtype=torch.uint8, device="cuda")
     now, base = torch.from_numpy(new).cuda(), torch.from_numpy(old).cuda()
-    size = kernels.encode(now, base, width=width, base=1, version=2, out=out)
+    size = patch_kernels.encode(now, base, width=width, base=1, version=2, out=out)
     return out[:size].cpu().numpy()
 
 
@@ -79,10 +79,10 @@ def test_the_device_applies_patches_to_rows(width, num_elements, num_rows):
         spans = list(zip(places.tolist(), borders[:-1].tolist(), borders[1:].tolist(), strict=True))
         for place, a, b in spans:
             memory[place : place + b - a] = torch.from_numpy(old[a:b]).cuda()
-        kernels.check(patch, width=width, num_elements=num_elements)
-        kernels.apply(
+        patch_kernels.check(patch, width=width, num_elements=num_elements)
+        patch_kernels.apply(
             patch, width=width, num_elements=num_elements,
-            rows=kernels.DeviceRows.of(rows, width, num_elements, memory.device),
+            rows=patch_kernels.DeviceRows.of(rows, width, num_elements, memory.device),
         )  # fmt: skip
         found = np.concatenate([memory[place : place + b - a].cpu().numpy() for place, a, b in spans])
         assert (found == new).all()
@@ -104,10 +104,12 @@ def test_damaged_patches_are_refused_or_stay_inside():
         rows = delta.ImageRows.contiguous(memory.data_ptr() + 4096, len(old))
         there = torch.from_numpy(damaged).cuda()
         try:
-            kernels.check(there, width=2, num_elements=50_000)
+            patch_kernels.check(there, width=2, num_elements=50_000)
         except CodecError:
             continue
-        kernels.apply(there, width=2, num_elements=50_000, rows=kernels.DeviceRows.of(rows, 2, 50_000, memory.device))
+        patch_kernels.apply(
+            there, width=2, num_elements=50_000, rows=patch_kernels.DeviceRows.of(rows, 2, 50_000, memory.device)
+        )
         assert (memory[:4096] == 0xA5).all()
         assert (memory[4096 + len(old) :] == 0xA5).all()
 
@@ -129,13 +131,13 @@ def test_the_device_quantises_as_the_cpu_does(dtype, shape):
     fp8.quantize(box, grid, fp8.scales(amax), codes.ctypes.data, shape[1])
     there = x.cuda()
     out = torch.zeros(shape, dtype=torch.uint8, device="cuda")
-    tiles = kernels.tiles_of(there, out)
-    kernels.quantize(tiles, width=x.element_size())
+    tiles = fp8_kernels.tiles_of(there, out)
+    fp8_kernels.quantize(tiles, width=x.element_size())
     assert (out.cpu().numpy() == codes).all()
     found = np.zeros(tiles.scale.numel(), dtype=np.float32)
     found[tiles.number.cpu().numpy()] = tiles.scale.cpu().numpy()
     assert (found.reshape(grid.shape) == fp8.scales(amax)).all()
     out.zero_()
     tiles.amax.copy_(torch.from_numpy(amax.reshape(-1)[tiles.number.cpu().numpy()]))
-    kernels.quantize(tiles, width=x.element_size(), known_amax=True)
+    fp8_kernels.quantize(tiles, width=x.element_size(), known_amax=True)
     assert (out.cpu().numpy() == codes).all()

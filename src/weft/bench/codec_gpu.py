@@ -12,7 +12,7 @@ import torch
 
 from weft import native
 from weft.bench.codec import Bench, CodecReport, Say, layer_shapes
-from weft.codec import delta, kernels
+from weft.codec import delta, fp8_kernels, patch_kernels
 from weft.codec.delta import ImageRows
 from weft.gpu import GpuWork
 
@@ -80,26 +80,28 @@ def _measure_patches(bench: Bench, old: torch.Tensor, new: torch.Tensor, density
     sizes = [0]
 
     def encode() -> None:
-        sizes[0] = kernels.encode(new, old, width=2, base=1, version=2, out=out)
+        sizes[0] = patch_kernels.encode(new, old, width=2, base=1, version=2, out=out)
 
     encode()
     held = old.clone()
-    rows = kernels.DeviceRows.of(ImageRows.contiguous(held.data_ptr(), size), 2, num_elements, held.device)
+    rows = patch_kernels.DeviceRows.of(ImageRows.contiguous(held.data_ptr(), size), 2, num_elements, held.device)
     patch = out[: sizes[0]]
 
     def apply() -> None:
-        kernels.apply(patch, width=2, num_elements=num_elements, rows=rows)
+        patch_kernels.apply(patch, width=2, num_elements=num_elements, rows=rows)
 
     def exact() -> bool:
         held.copy_(old)
-        kernels.check(patch, width=2, num_elements=num_elements)
+        patch_kernels.check(patch, width=2, num_elements=num_elements)
         apply()
         return bool(torch.equal(held, new))
 
     name = f"BF16, {density:.2%} changed"
     bench.measure(f"delta encode, {name}", size, encode, exact, touched=2.0, result_bytes=lambda: sizes[0])
     bench.measure(f"delta apply, {name}", size, apply, exact)
-    bench.measure(f"delta check, {name}", size, lambda: kernels.check(patch, width=2, num_elements=num_elements), exact)
+    bench.measure(
+        f"delta check, {name}", size, lambda: patch_kernels.check(patch, width=2, num_elements=num_elements), exact
+    )
 
 
 def _measure_fp8(bench: Bench, weights: torch.Tensor) -> None:
@@ -108,7 +110,7 @@ def _measure_fp8(bench: Bench, weights: torch.Tensor) -> None:
     wide = weights[: weights.numel() // (2 * columns) * 2 * columns].view(-1, 2 * columns)
     source = wide[:, :columns]
     codes = torch.zeros(source.shape, dtype=torch.uint8, device="cuda")
-    tiles = kernels.tiles_of(source, codes)
+    tiles = fp8_kernels.tiles_of(source, codes)
     size = source.numel() * 2
 
     def exact() -> bool:
@@ -118,7 +120,9 @@ def _measure_fp8(bench: Bench, weights: torch.Tensor) -> None:
         wanted = (part * (1 / scale)[:, None, :, None]).clamp(-448, 448).to(torch.float8_e4m3fn)
         return bool(torch.equal(wanted.view(torch.uint8).reshape(1024, columns), codes[:1024]))
 
-    bench.measure("pack and FP8, strided source", size, lambda: kernels.quantize(tiles, width=2), exact, touched=1.5)
+    bench.measure(
+        "pack and FP8, strided source", size, lambda: fp8_kernels.quantize(tiles, width=2), exact, touched=1.5
+    )
 
 
 def _measure_path(bench: Bench, density: float) -> None:
@@ -128,24 +132,26 @@ def _measure_path(bench: Bench, density: float) -> None:
     old, new = _changed_weights(num_elements, density)
     base, image = (torch.zeros(num_elements, dtype=torch.uint8, device="cuda") for _ in range(2))
     tiles = [_tiles(weights.view(torch.bfloat16), into, shapes) for weights, into in ((old, base), (new, image))]
-    kernels.quantize(tiles[0], width=2)
+    fp8_kernels.quantize(tiles[0], width=2)
     out = torch.zeros(delta.max_bytes(num_elements, 1), dtype=torch.uint8, device="cuda")
     work = GpuWork(0)
     sizes = [0]
 
     def path() -> None:
-        kernels.quantize(tiles[1], width=2)
-        sizes[0] = kernels.encode(image, base, width=1, base=1, version=2, out=out)
+        fp8_kernels.quantize(tiles[1], width=2)
+        sizes[0] = patch_kernels.encode(image, base, width=1, base=1, version=2, out=out)
         columns = [np.array([n], dtype=np.uint64) for n in (out.data_ptr(), 0, sizes[0])]
         work.digest(*columns)
 
     path()
     held = base.clone()
-    rows = kernels.DeviceRows.of(ImageRows.contiguous(held.data_ptr(), num_elements), 1, num_elements, held.device)
+    rows = patch_kernels.DeviceRows.of(
+        ImageRows.contiguous(held.data_ptr(), num_elements), 1, num_elements, held.device
+    )
 
     def exact() -> bool:
-        kernels.check(out[: sizes[0]], width=1, num_elements=num_elements)
-        kernels.apply(out[: sizes[0]], width=1, num_elements=num_elements, rows=rows)
+        patch_kernels.check(out[: sizes[0]], width=1, num_elements=num_elements)
+        patch_kernels.apply(out[: sizes[0]], width=1, num_elements=num_elements, rows=rows)
         return bool(torch.equal(held, image))
 
     bench.measure(
@@ -158,10 +164,10 @@ def _measure_path(bench: Bench, density: float) -> None:
     )
 
 
-def _tiles(weights: torch.Tensor, into: torch.Tensor, shapes: list[tuple[int, int]]) -> kernels.QuantizeTiles:
+def _tiles(weights: torch.Tensor, into: torch.Tensor, shapes: list[tuple[int, int]]) -> fp8_kernels.QuantizeTiles:
     parts, at = [], 0
     for rows, columns in shapes:
         matrix = weights[at : at + rows * columns].view(rows, columns)
-        parts.append(kernels.tiles_of(matrix, into[at : at + rows * columns].view(rows, columns)))
+        parts.append(fp8_kernels.tiles_of(matrix, into[at : at + rows * columns].view(rows, columns)))
         at += rows * columns
-    return kernels.join_tiles(parts)
+    return fp8_kernels.join_tiles(parts)

@@ -367,7 +367,8 @@ class Receiver:
         """A version is coming: follow it, and in place ask the engine to pause."""
         self._expected = version
         if self._taking is not None:  # of a version that was given up meanwhile
-            wait_for_futures([self._taking])
+            if wait_for_futures([self._taking], self._control.settings.silence_s).not_done:
+                raise TransferTimeout(f"{self.member} is still busy with the patches of a version that was given up")
             self._taking = None
         self._arrivals = None if self._has_patches else self._follow(version, self._streams)
         self._sent, self._ready = None, None
