@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from weft.codec import fp8
-from weft.codec.fp8 import Box, Grid, Scaling
+from weft.codec.fp8 import Box, Grid
+from weft.core.scaling import Scaling
 from weft.errors import CodecError
 
 

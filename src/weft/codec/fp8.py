@@ -16,13 +16,13 @@ become ±448.
 from __future__ import annotations
 
 import ctypes
-import enum
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from weft.core.scaling import Scaling, block_sides, scale_shape
 from weft.errors import CodecError
 
 try:
@@ -32,19 +32,7 @@ except ImportError:  # no compiler at install
 
 LARGEST = np.float32(448.0)
 SMALLEST_AMAX = np.float32(1e-10)
-BLOCK = 128
 Floats = NDArray[np.float32]
-
-
-class Scaling(enum.StrEnum):
-    """Which elements share a scale."""
-
-    BLOCK = "block"
-    """128×128 blocks of a matrix."""
-    CHANNEL = "channel"
-    """Rows: output channels."""
-    TENSOR = "tensor"
-    """All."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,13 +46,14 @@ class Grid:
     @property
     def block(self) -> tuple[int, int]:
         """Rows and columns of a block."""
-        whole = max(self.rows, 1), max(self.columns, 1)
-        return {Scaling.BLOCK: (BLOCK, BLOCK), Scaling.CHANNEL: (1, whole[1]), Scaling.TENSOR: whole}[self.scaling]
+        height, width = block_sides((self.rows, self.columns), self.scaling)
+        return height, width
 
     @property
     def shape(self) -> tuple[int, int]:
         """Blocks along each side."""
-        return -(-self.rows // self.block[0]), -(-self.columns // self.block[1])
+        height, width = scale_shape((self.rows, self.columns), self.scaling)
+        return height, width
 
     def zeros(self) -> Floats:
         """No magnitude known yet."""

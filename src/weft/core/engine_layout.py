@@ -23,7 +23,8 @@ from weft.core.axes import check_world, parse_axes
 from weft.core.boxes import Ints
 from weft.core.layout import Tensor
 from weft.core.model import Model, ModelTensor, Split, expert_range
-from weft.core.recipe import QUANT_BLOCK, Op, Piece, Recipe, RecipeBuilder, padding_piece, scale_shape
+from weft.core.recipe import Op, Piece, Recipe, RecipeBuilder, padding_piece
+from weft.core.scaling import QUANT_BLOCK, scale_shape
 from weft.errors import ConfigError, LayoutError
 
 VOCAB_MULTIPLE = 64

@@ -20,6 +20,7 @@ from weft.core import boxes
 from weft.core.boxes import Ints
 from weft.core.layout import Layout
 from weft.core.recipe import Op, Recipe, to_destination_dims, to_source_dims
+from weft.core.scaling import cut_blocks
 from weft.core.topology import Topology
 
 SCALE_SUFFIX = "::scale"
@@ -163,18 +164,21 @@ class Plan:
     @cached_property
     def amax_bytes(self) -> int:
         """Bytes holders exchange to agree on the scales of FP8 blocks that shard borders cut."""
-        quantized = np.unique(self.shard[self.recipe.op[self.piece] == Op.QUANTIZE])
-        return cut_block_bytes(self.trainer, quantized)
+        touched, inside = self.touched_blocks
+        return int(4 * (touched - inside).sum())
 
+    @cached_property
+    def touched_blocks(self) -> tuple[Ints, Ints]:
+        """Of every shard that is quantised: how many blocks it touches, and how many of them it holds whole."""
+        shards = self.quantized_shards
+        tensor = self.trainer.tensor_of[shards]
+        sides = self.recipe.block_sides(self.trainer.tensors)[:, : self.trainer.num_dims][tensor]
+        return cut_blocks(self.trainer.lo[shards], self.trainer.extent[shards], self.trainer.shapes[tensor], sides)
 
-def cut_block_bytes(trainer: Layout, shards: Ints) -> int:
-    """Four bytes for every part of a 128×128 block that lies on more than one shard."""
-    lo, end = trainer.lo[shards], trainer.lo[shards] + trainer.extent[shards]
-    shape = trainer.shapes[trainer.tensor_of[shards]]
-    whole_lo, whole_end = -(-lo // 128), np.where(end == shape, -(-end // 128), end // 128)
-    touched = boxes.volume(-(-end // 128) - lo // 128)
-    uncut = boxes.volume(np.maximum(whole_end - whole_lo, 0))
-    return int(4 * (touched - uncut).sum())
+    @cached_property
+    def quantized_shards(self) -> Ints:
+        """Rows of `trainer` that some engine takes as FP8."""
+        return np.unique(self.shard[self.recipe.op[self.piece] == Op.QUANTIZE])
 
 
 def route_boxes(

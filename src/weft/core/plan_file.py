@@ -29,6 +29,7 @@ from weft.core.layout import Layout, RankGroups, Tensor
 from weft.core.plan import Plan
 from weft.core.proof import prove
 from weft.core.recipe import Recipe
+from weft.core.scaling import Scaling
 from weft.core.topology import cluster_from_mapping
 from weft.errors import PlanError, WeftError
 
@@ -159,6 +160,7 @@ def _header(plan: Plan) -> dict[str, Any]:
         "topology": plan.topology.to_json(),
         "settings": asdict(plan.settings),
         "columns": {name: [column.dtype.str, list(column.shape)] for name, column in _columns(plan).items()},
+        **({"scaling": dict(sorted(plan.recipe.scaling.items()))} if plan.recipe.scaling else {}),
     }
 
 
@@ -214,6 +216,7 @@ def _plan(header: dict[str, Any], columns: Columns) -> Plan:
         engine=layouts["engine"],
         sources=tuple(header["sources"]),
         num_replicas=header["num_replicas"],
+        scaling={name: Scaling(kind) for name, kind in header.get("scaling", {}).items()},
         **{name.removeprefix("piece."): column for name, column in columns.items() if name.startswith("piece.")},
     )
     cluster = cluster_from_mapping(header["topology"], where="the plan's topology")

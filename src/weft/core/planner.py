@@ -23,7 +23,8 @@ from weft.core.boxes import Ints
 from weft.core.layout import Layout, Tensor
 from weft.core.plan import Path, Plan, piece_sources, route_boxes, scale_name
 from weft.core.proof import prove
-from weft.core.recipe import QUANT_BLOCK, Op, Recipe, scale_shape, to_destination_dims, widen
+from weft.core.recipe import Op, Recipe, to_destination_dims, widen
+from weft.core.scaling import Scaling, scale_shape
 from weft.core.topology import Topology
 from weft.errors import ConfigError, PlanError
 
@@ -134,10 +135,12 @@ def with_scales(trainer: Layout, recipe: Recipe) -> Layout:
     for i, tensor in enumerate(trainer.tensors):
         if tensor.name in wanted:
             number[i] = len(trainer.tensors) + len(scales)
-            scales.append(Tensor(name=scale_name(tensor.name), dtype="fp32", shape=scale_shape(tensor.shape)))
+            shape = scale_shape(tensor.shape, recipe.scaling.get(tensor.name, Scaling.BLOCK))
+            scales.append(Tensor(name=scale_name(tensor.name), dtype="fp32", shape=shape))
     rows = np.flatnonzero(number[trainer.tensor_of] >= 0)
-    lo = -(-trainer.lo[rows] // QUANT_BLOCK)
-    extent = -(-(trainer.lo[rows] + trainer.extent[rows]) // QUANT_BLOCK) - lo
+    sides = recipe.block_sides(trainer.tensors)[:, : trainer.num_dims][trainer.tensor_of[rows]]
+    lo = -(-trainer.lo[rows] // sides)
+    extent = -(-(trainer.lo[rows] + trainer.extent[rows]) // sides) - lo
     held = (extent > 0).all(axis=1)
     rows, lo, extent = rows[held], lo[held], extent[held]
     return replace(

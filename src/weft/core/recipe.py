@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
@@ -33,10 +33,8 @@ from weft.core.layout import (
     coordinate_column,
     shape_column,
 )
+from weft.core.scaling import Scaling, block_sides
 from weft.errors import LayoutError
-
-QUANT_BLOCK = 128
-"""Side of the square blocks that share one FP8 scale."""
 
 
 class Op(enum.IntEnum):
@@ -47,7 +45,7 @@ class Op(enum.IntEnum):
     CAST = 1
     """Another floating-point dtype, element by element."""
     QUANTIZE = 2
-    """FP8 value, with the scale of its 128×128 source block."""
+    """FP8 value, with the scale of its source block."""
     SCALE = 3
     """The FP32 scale itself; boxes are in blocks, not elements."""
     PAD = 4
@@ -89,11 +87,18 @@ class Recipe:
     axes: Ints
     num_replicas: int = 1
     """Identical engines; engine rank = replica * ranks_per_replica + rank inside the replica."""
+    scaling: Mapping[str, Scaling] = field(default_factory=dict)
+    """Which elements of a source share a scale, where that is not a 128×128 block."""
 
     @cached_property
     def src_extent(self) -> Ints:
         """Extents in source dimension order."""
         return to_source_dims(self.extent, self.axes)
+
+    def block_sides(self, tensors: Sequence[Tensor]) -> Ints:
+        """Sides of the blocks of source tensors that share a scale, one row for each tensor."""
+        sides = [block_sides(tensor.shape, self.scaling.get(tensor.name, Scaling.BLOCK)) for tensor in tensors]
+        return shape_column(sides, max([self.extent.shape[1], *map(len, sides)]))
 
     def check_cover(self) -> None:
         """Raise unless the pieces tile every engine tensor exactly."""
@@ -303,11 +308,6 @@ def to_destination_dims(values: Ints, axes: Ints, fill: int) -> Ints:
     return np.where(axes >= 0, taken, fill)
 
 
-def scale_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Shape of the block scales of a weight."""
-    return tuple(-(-size // QUANT_BLOCK) for size in shape)
-
-
 def _source_problems(recipe: Recipe, trainer: Layout, ignore: frozenset[str]) -> Iterator[str]:
     number = {tensor.name: i for i, tensor in enumerate(trainer.tensors)}
     for name in recipe.sources:
@@ -328,7 +328,8 @@ def _shape_problems(recipe: Recipe, trainer: Layout, pieces: Ints, tensor_of: In
     num_dims = recipe.extent.shape[1]
     shapes = pad_dims(trainer.shapes, num_dims, 1)[tensor_of]
     in_blocks = (recipe.op[pieces] == Op.SCALE)[:, None]
-    limit = np.where(in_blocks, -(-shapes // QUANT_BLOCK), shapes)
+    sides = recipe.block_sides(trainer.tensors)[:, :num_dims][tensor_of]
+    limit = np.where(in_blocks, -(-shapes // sides), shapes)
     end = recipe.src_lo[pieces] + recipe.src_extent[pieces]
     seen = set()
     for i in np.flatnonzero((end > limit).any(axis=1)):
