@@ -560,7 +560,37 @@ static PyObject *codec_quantize(PyObject *self, PyObject *args) {
     Py_RETURN_NONE;
 }
 
+/* BF16 to FP32 is exact; FP32 to BF16 goes to the nearest, ties to even, and NaN stays one. */
+static void to_bf16(uint16_t *restrict dst, const uint32_t *restrict src, uint64_t count) {
+    for (uint64_t i = 0; i < count; i++) {
+        uint32_t bits = src[i], nearest = (bits + 0x7FFFu + ((bits >> 16) & 1u)) >> 16, nan = (bits >> 16) | 0x40u;
+        dst[i] = (uint16_t)((bits & 0x7FFFFFFFu) > 0x7F800000u ? nan : nearest);
+    }
+}
+
+static void to_fp32(uint32_t *restrict dst, const uint16_t *restrict src, uint64_t count) {
+    for (uint64_t i = 0; i < count; i++) dst[i] = (uint32_t)src[i] << 16;
+}
+
+/* cast(src, src stride, dst, dst stride, rows, columns, width of the source) */
+static PyObject *codec_cast(PyObject *self, PyObject *args) {
+    (void)self;
+    unsigned long long src, src_stride, dst, dst_stride, rows, columns;
+    unsigned int width;
+    if (!PyArg_ParseTuple(args, "KKKKKKI:cast", &src, &src_stride, &dst, &dst_stride, &rows, &columns, &width)) return NULL;
+    Py_BEGIN_ALLOW_THREADS
+    for (uint64_t row = 0; row < rows; row++) {
+        void *to = (void *)(uintptr_t)(dst + row * dst_stride);
+        const void *from = (const void *)(uintptr_t)(src + row * src_stride);
+        if (width == 4) to_bf16(to, from, columns);
+        else to_fp32(to, from, columns);
+    }
+    Py_END_ALLOW_THREADS
+    Py_RETURN_NONE;
+}
+
 static PyMethodDef methods[] = {
+    {"cast", codec_cast, METH_VARARGS, "cast(src, src stride, dst, dst stride, rows, columns, width): BF16 (width 2) to FP32, or back (4)"},
     {"amax", codec_amax, METH_VARARGS, "amax(box) -> numbers that are not finite"},
     {"quantize", codec_quantize, METH_VARARGS, "quantize(box, dst, dst stride)"},
     {"encode", codec_encode, METH_VARARGS, "encode(new, base, width, elements, out, capacity) -> bytes, 0 if they do not fit"},

@@ -57,6 +57,16 @@ class CompressionPolicy(enum.StrEnum):
     """By Zstandard: fewer bytes, more work."""
 
 
+class StagingPolicy(enum.StrEnum):
+    """Where a trainer keeps what it sends."""
+
+    NONE = "none"
+    """Sent straight from the weights where nothing changes on the way; the weights are released when it was sent."""
+    CPU = "cpu"
+    """A copy in host memory, as engines want it; the weights are released after one pass, and sent while training goes
+    on."""
+
+
 AnyEnum = TypeVar("AnyEnum", bound=enum.StrEnum)
 
 
@@ -81,6 +91,14 @@ class TransferSettings:
     """With `delta`: every so many versions one is sent whole."""
     compression: CompressionPolicy = CompressionPolicy.NONE
     """With `delta`: whether patches are compressed; for slow links."""
+    staging: StagingPolicy = StagingPolicy.NONE
+    """Whether trainers keep a copy of what they send, so that the weights may change while it is on its way."""
+    chunk_bytes: int = 32 * MIB
+    """What is converted, compared and sent at a time, where bytes change on their way."""
+    staging_bytes: int = 256 * MIB
+    """Most bytes of chunks one trainer has converted, or compared, and not yet sent."""
+    allow_nonfinite: bool = False
+    """Quantise NaN and infinities (to NaN and ±448) instead of refusing the version."""
     transport: str = "auto"
     """`auto` takes the fastest for each link; a name is used for every link, or refused."""
     allow_fallback: bool = False
@@ -107,6 +125,13 @@ class TransferSettings:
             )
         if self.mode is ReceiverMode.PATCH and self.delta is DeltaPolicy.OFF:
             raise ConfigError("mode `patch` without delta", hint="set delta to `on`: there are no patches without it")
+        object.__setattr__(self, "staging", _member_of(StagingPolicy, self.staging, "staging"))
+        if not 4096 <= self.chunk_bytes <= 1 << 32 or self.chunk_bytes % 64:
+            raise ConfigError(f"chunk_bytes is {self.chunk_bytes}", hint="expected 4096 to 4 GiB, a multiple of 64")
+        if not 4 * self.chunk_bytes <= self.staging_bytes <= 1 << 42:
+            raise ConfigError(
+                f"staging_bytes is {self.staging_bytes}", hint=f"expected four chunks ({4 * self.chunk_bytes}) or more"
+            )
         if not 1 <= self.anchor_every <= 1_000_000:
             raise ConfigError(f"anchor_every is {self.anchor_every}", hint="expected 1 to 1000000")
         for name in ("beat_s", "silence_s", "version_s"):

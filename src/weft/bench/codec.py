@@ -17,7 +17,7 @@ import numpy as np
 from weft import native
 from weft.bench.payload import load_payload
 from weft.codec import compress, delta, fp8
-from weft.codec.delta import Bytes
+from weft.codec.memory import Bytes
 
 Say = Callable[[str], None]
 

@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 
 from weft import native
 from weft.codec import delta
-from weft.codec.delta import BLOCK, DENSE, GROUPS, Bytes
+from weft.codec.delta import BLOCK, DENSE, GROUPS
+from weft.codec.memory import Bytes
 from weft.errors import CodecError
 
 LEVEL = 1

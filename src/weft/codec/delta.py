@@ -20,13 +20,13 @@ At 1% changed BF16 elements this is 2.4 bytes for each: 1 for the place, 1 for t
 
 from __future__ import annotations
 
-import ctypes
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from weft.codec.memory import Bytes, memory_view
 from weft.errors import CodecError
 from weft.native import Column
 
@@ -59,7 +59,6 @@ BLOCK_OVERHEAD = _ENTRY.itemsize + 4
 """Most a block costs beyond its elements."""
 NO_BASE = (1 << 64) - 1
 """Base of a patch that needs none: every block is dense."""
-Bytes = NDArray[np.uint8]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -170,12 +169,6 @@ def apply(patch: int, num_bytes: int, *, width: int, num_elements: int, rows: Im
 def _check_width(width: int) -> None:
     if width not in WIDTHS:
         raise CodecError(f"elements of {width} bytes", hint="1, 2 or 4")
-
-
-def memory_view(address: int, num_bytes: int) -> Bytes:
-    """Memory of this process as an array; whoever asks keeps it alive."""
-    buffer: Any = (ctypes.c_uint8 * num_bytes).from_address(address) if num_bytes else bytearray()
-    return np.frombuffer(buffer, dtype=np.uint8)
 
 
 def table_of(patch: Bytes, num_elements: int) -> NDArray[Any]:

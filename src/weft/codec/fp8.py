@@ -15,13 +15,12 @@ become ±448.
 
 from __future__ import annotations
 
-import ctypes
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from weft.codec.memory import Floats, matrix_view
 from weft.core.scaling import Scaling, block_sides, scale_shape
 from weft.errors import CodecError
 
@@ -32,7 +31,6 @@ except ImportError:  # no compiler at install
 
 LARGEST = np.float32(448.0)
 SMALLEST_AMAX = np.float32(1e-10)
-Floats = NDArray[np.float32]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,7 +95,7 @@ def quantize(box: Box, grid: Grid, scale: Floats, dst: int, dst_stride: int) -> 
         _codec.quantize(_numbers(box, grid, factor), dst, dst_stride)
         return
     values = _values(box) * _spread(box, grid, factor)
-    _view(dst, dst_stride, box.rows, box.columns, "u1")[:] = to_e4m3(np.clip(values, -LARGEST, LARGEST))
+    matrix_view(dst, dst_stride, box.rows, box.columns, "u1")[:] = to_e4m3(np.clip(values, -LARGEST, LARGEST))
 
 
 def _numbers(box: Box, grid: Grid, per_block: Floats) -> tuple[int, ...]:
@@ -139,19 +137,10 @@ def to_e4m3(values: Floats) -> NDArray[np.uint8]:
     return (code | (bits >> np.uint32(24) & np.uint32(0x80))).astype(np.uint8)
 
 
-def _view(address: int, stride: int, rows: int, columns: int, dtype: str) -> NDArray[Any]:
-    """Rows in memory as an array."""
-    if not rows or not columns:
-        return np.zeros((rows, columns), dtype=dtype)
-    size = (rows - 1) * stride + columns * np.dtype(dtype).itemsize
-    memory: Any = (ctypes.c_uint8 * size).from_address(address)
-    return np.ndarray((rows, columns), dtype=dtype, buffer=memory, strides=(stride, np.dtype(dtype).itemsize))
-
-
 def _values(box: Box) -> Floats:
     if box.width == 4:
-        return np.array(_view(box.address, box.stride, box.rows, box.columns, "<f4"))
-    bits = _view(box.address, box.stride, box.rows, box.columns, "<u2").astype(np.uint32)
+        return np.array(matrix_view(box.address, box.stride, box.rows, box.columns, "<f4"))
+    bits = matrix_view(box.address, box.stride, box.rows, box.columns, "<u2").astype(np.uint32)
     return (bits << np.uint32(16)).view(np.float32)
 
 

@@ -1,4 +1,4 @@
-"""The image of a link: what one trainer sends to one engine rank, in one piece, elements of equal size together.
+"""The image of a chunk: what one trainer sends to one engine rank at a time, elements of equal size together.
 
 Both ends compute the same image from the rows of the plan: rows keep their order inside a section; there is a section
 for each size of elements. What travels as patches is the difference between two images.
@@ -6,6 +6,7 @@ for each size of elements. What travels as patches is the difference between two
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -14,7 +15,8 @@ from numpy.typing import NDArray
 
 from weft.codec import delta
 from weft.codec.compress import compress, decompress
-from weft.codec.delta import Bytes, ImageRows, memory_view
+from weft.codec.delta import ImageRows
+from weft.codec.memory import Bytes, memory_view
 from weft.errors import CodecError
 from weft.native import Column
 
@@ -138,6 +140,12 @@ class ImageLayout:
         for part, at, size in self._patches(patches, num_bytes):
             rows = ImageRows(begin=part.row_begin, address=address[part.rows], length=self.length[part.rows])
             delta.apply(at, size, width=part.width, num_elements=part.num_elements, rows=rows)
+
+
+def chunk_layouts(length: Column, width: Column, num_direct: int, ends: Column) -> list[ImageLayout]:
+    """The image of each chunk of a link; the first rows are not part of any."""
+    borders = [num_direct, *ends.astype(np.int64).tolist()]
+    return [ImageLayout.of(length[a:b], width[a:b]) for a, b in itertools.pairwise(borders)]
 
 
 def _padded(num_bytes: int) -> int:

@@ -35,6 +35,8 @@ class Stream:
     length: Column
     ends: Column
     total: int
+    is_ordered: bool = True
+    """Whether bytes are counted in the order of the rows; otherwise nothing is known before all are here."""
 
     @classmethod
     def of(cls, source: Source) -> Stream:
@@ -50,6 +52,7 @@ class Stream:
             length=length,
             ends=ends,
             total=int(ends[-1]),
+            is_ordered=not source.chunk_ends,
         )
 
     def rows(self, begin: int, end: int) -> tuple[Column, Column, Column]:
@@ -125,6 +128,8 @@ class Arrivals:
         for progress in self._progress:
             stream = progress.stream
             landed = self._transports[stream.transport].arrived(self.version + 1, writer=stream.trainer)
+            if landed < stream.total and not stream.is_ordered:
+                continue
             landed = min(landed, progress.done + self._step_bytes, stream.total)
             if landed <= progress.done:
                 continue

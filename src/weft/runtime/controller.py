@@ -1,7 +1,8 @@
 """The controller: knows the members, chooses their transports, makes the plan, and decides every version once, for all.
 
-    consumes      Join, Opened, Want, Written, At, Paused, Ready, Failed, Committed, Beat, Leave      from members
-    produces      Welcome, Refused, Unknown, Open, SendPlan, ReceivePlan, Expect, Go, Verify, Boundary, Decide, Alive
+    consumes      Join, Opened, Want, Amax, Written, At, Paused, Ready, Failed, Committed, Beat, Leave   from members
+    produces      Welcome, Refused, Unknown, Open, SendPlan, ReceivePlan, Expect, Go, Agreed, Verify, Boundary, Decide,
+                  Alive
     waits for     messages, a tenth of a second at most                  unblocked by   the network, `close`
 
 One thread owns the socket and all state; nothing is shared. A version is open from the first Want until every engine
@@ -23,6 +24,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Self
 
 import msgspec
+import numpy as np
 
 from weft.config import DeltaPolicy, DigestPolicy, ReceiverMode, TransferSettings
 from weft.core import plan_file
@@ -30,11 +32,15 @@ from weft.core.plan import Plan
 from weft.core.topology import Cluster, load_topology
 from weft.core.version import CommitPolicy, Decision, VersionLedger
 from weft.errors import ConfigError, VersionError, WeftError
+from weft.runtime.amax import AmaxExchange
 from weft.runtime.channel import Server
+from weft.runtime.matching import plan_members
 from weft.runtime.messages import (
     PROTOCOL,
     STEPS_AHEAD,
+    Agreed,
     Alive,
+    Amax,
     At,
     Beat,
     Boundary,
@@ -58,8 +64,9 @@ from weft.runtime.messages import (
     Want,
     Welcome,
     Written,
+    unpack,
 )
-from weft.runtime.parts import Parts, plan_members
+from weft.runtime.parts import Parts
 from weft.transport.registry import Choice, choose
 
 log = logging.getLogger(__name__)
@@ -87,6 +94,8 @@ class ControllerStatistics:
     """From the first trainer's wish to write until the last engine had committed."""
     last_wire_bytes: int
     """What trainers sent for it; patches are shorter than `bytes_per_version`."""
+    last_amax_bytes: int
+    """What trainers told each other, through the controller, to agree on FP8 scales."""
     channel: dict[str, int]
 
 
@@ -164,6 +173,7 @@ class Controller:
         self._links: dict[tuple[int, int], Choice] = {}
         self._plan: Plan | None = None
         self._plan_digest = ""
+        self._amax = AmaxExchange({})
         self._must_plan = False
         self._must_be_fresh = False
         """A trainer was lost while it wrote."""
@@ -206,6 +216,7 @@ class Controller:
             last_abort=self._last_abort,
             last_version_s=self._last_version_s,
             last_wire_bytes=self._last_wire_bytes,
+            last_amax_bytes=self._amax.num_bytes,
             channel=asdict(self._server.statistics()),
         )
 
@@ -290,6 +301,8 @@ class Controller:
             case Want(version=version):
                 self._wants[rank] = version
                 self._let_go()
+            case Amax(version=version, group=group):
+                self._exchange(rank, version, group, message)
             case Written(version=version, parts=parts, losses=losses):
                 self._written(rank, version, parts, losses)
             case At(version=version, step=step):
@@ -419,11 +432,12 @@ class Controller:
                 for side in ("trainer", "engine")
             )
             transports = {link: choice.transport for link, choice in self._links.items()}
-            parts = Parts(plan, digest, (trainers, engines), opened, transports)  # type: ignore[arg-type]
+            parts = Parts(plan, digest, (trainers, engines), opened, transports, self._settings)  # type: ignore[arg-type]
         except WeftError as error:
             self._refuse_all(error)
             return
         self._plan, self._plan_digest = plan, digest
+        self._amax = AmaxExchange(parts.holders)
         for rank in engines:
             self._send(f"engine {rank}", parts.receive_plan(rank))
         for rank in trainers:
@@ -598,6 +612,16 @@ class Controller:
         if transfer is not None and transfer.version == version:
             transfer.unpaused.discard(rank)
             self._send_writers(transfer)
+
+    def _exchange(self, trainer: int, version: int, group: int, message: Amax) -> None:
+        """A trainer found magnitudes of blocks it shares; answer all holders when the last has."""
+        transfer = self._transfer
+        keys, values = unpack(message.keys), np.frombuffer(message.values, dtype="<f4")
+        if transfer is None or transfer.version != version or transfer.is_decided:
+            self._amax.learn(trainer, group, keys)  # what trainers wait for was given up, and they know
+            return
+        for holder, agreed in self._amax.add(version, trainer, group, keys, values).items():
+            self._send(f"trainer {holder}", Agreed(version=version, group=group, values=agreed.tobytes()))
 
     def _written(self, trainer: int, version: int, parts: list[Part], losses: list[Loss]) -> None:
         transfer = self._transfer

@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from weft.codec.delta import Bytes, memory_view
-from weft.codec.image import ImageLayout
+from weft.codec.image import ImageLayout, chunk_layouts
+from weft.codec.memory import Bytes, memory_view
 from weft.errors import CodecError
 from weft.native import Column
 from weft.runtime.arrivals import Stream
 from weft.runtime.messages import Part, Source, unpack
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChunkPlace:
+    """Where the patch of one chunk lands, and where its changes belong."""
+
+    slot: int
+    layout: ImageLayout
+    address: Column
+    """Where each row of the image belongs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,39 +32,40 @@ class Incoming:
 
     trainer: int
     transport: str
-    slot: int
-    """Where its patches land."""
-    capacity: int
-    layout: ImageLayout
-    address: Column
-    """Where each row of the image belongs."""
+    chunks: tuple[ChunkPlace, ...]
 
     @classmethod
     def of(cls, source: Source) -> Incoming:
         """From an engine rank's part of the plan."""
-        layout = ImageLayout.of(unpack(source.length), unpack(source.width))
+        address, ends = unpack(source.address), unpack(source.chunk_ends)
+        layouts = chunk_layouts(unpack(source.length), unpack(source.width), source.num_direct, ends)
+        slots = itertools.accumulate((layout.max_patch_bytes for layout in layouts), initial=source.slot)
+        borders = itertools.pairwise([source.num_direct, *ends.astype(np.int64).tolist()])
         return cls(
             trainer=source.trainer,
             transport=source.transport,
-            slot=source.slot,
-            capacity=layout.max_patch_bytes,
-            layout=layout,
-            address=unpack(source.address),
+            chunks=tuple(
+                ChunkPlace(slot=slot, layout=layout, address=address[a:b])
+                for slot, layout, (a, b) in zip(slots, layouts, borders, strict=False)
+            ),
         )
 
-    def stream(self, num_bytes: int) -> Stream:
-        """The bytes of one version's patches."""
-        if not 0 < num_bytes <= self.capacity:
-            raise CodecError(f"trainer {self.trainer} sent {num_bytes} bytes of patches for {self.capacity}")
-        address, position, length = (np.array([n], dtype=np.uint64) for n in (self.slot, 0, num_bytes))
+    def stream(self, sizes: Sequence[int]) -> Stream:
+        """The bytes of one version's patches, from the bytes of each."""
+        room = [chunk.layout.max_patch_bytes for chunk in self.chunks]
+        if len(sizes) != len(room) or any(not 0 < size <= most for size, most in zip(sizes, room, strict=True)):
+            raise CodecError(f"trainer {self.trainer} sent patches of {list(sizes)[:8]} bytes for {room[:8]}")
+        address = np.array([chunk.slot for chunk in self.chunks], dtype=np.uint64)
+        length = np.array(sizes, dtype=np.uint64)
         return Stream(
             trainer=self.trainer,
             transport=self.transport,
             address=address,
-            position=position,
+            position=address - address[0],
             length=length,
-            ends=length,
-            total=num_bytes,
+            ends=np.cumsum(length),
+            total=int(length.sum()),
+            is_ordered=False,
         )
 
 
@@ -63,30 +75,34 @@ class Patches:
     def __init__(
         self, version: int, incoming: Sequence[Incoming], parts: Sequence[Part], *, compressed: bool = False
     ) -> None:
-        sent = {part.trainer: part.num_bytes for part in parts}
+        sent = {part.trainer: part.sizes for part in parts}
         self.version = version
-        self._all = [(link, *self._open(link, sent[link.trainer], compressed)) for link in incoming]
+        self._all = [
+            (link.trainer, chunk, *self._open(link.trainer, chunk, size, compressed))
+            for link in incoming
+            for chunk, size in zip(link.chunks, sent[link.trainer], strict=True)
+        ]
 
     @staticmethod
-    def _open(link: Incoming, num_bytes: int, compressed: bool) -> tuple[int, int, Bytes | None]:
-        """Where a link's patches are, unpacked: address, bytes, and what keeps them."""
+    def _open(trainer: int, chunk: ChunkPlace, num_bytes: int, compressed: bool) -> tuple[int, int, Bytes | None]:
+        """Where a chunk's patches are, unpacked: address, bytes, and what keeps them."""
         if not compressed:
-            return link.slot, num_bytes, None
+            return chunk.slot, num_bytes, None
         try:
-            patches = link.layout.decompress(memory_view(link.slot, num_bytes))
+            patches = chunk.layout.decompress(memory_view(chunk.slot, num_bytes))
         except CodecError as error:
-            raise CodecError(f"trainer {link.trainer} sent {error}", hint=error.hint) from error
+            raise CodecError(f"trainer {trainer} sent {error}", hint=error.hint) from error
         return int(patches.ctypes.data), len(patches), patches
 
     def check(self, *, base: int | None) -> None:
         """Raise CodecError, naming the trainer, unless all are sound and made from what is here."""
-        for link, address, num_bytes, _ in self._all:
+        for trainer, chunk, address, num_bytes, _ in self._all:
             try:
-                link.layout.check(address, num_bytes, base=base, version=self.version)
+                chunk.layout.check(address, num_bytes, base=base, version=self.version)
             except CodecError as error:
-                raise CodecError(f"trainer {link.trainer} sent {error}", hint=error.hint) from error
+                raise CodecError(f"trainer {trainer} sent {error}", hint=error.hint) from error
 
     def apply(self) -> None:
         """Change the weights where they belong."""
-        for link, address, num_bytes, _ in self._all:
-            link.layout.apply(address, num_bytes, link.address)
+        for _, chunk, address, num_bytes, _ in self._all:
+            chunk.layout.apply(address, num_bytes, chunk.address)

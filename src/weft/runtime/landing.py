@@ -64,12 +64,12 @@ def in_live(weights: Weights) -> Landing:
     )
 
 
-def patch_bytes(weights: Weights, num_trainers: int) -> int:
+def patch_bytes(weights: Weights, num_trainers: int, chunk_bytes: int) -> int:
     """Memory for the patches of all trainers, however their shares are cut: each byte has one sender."""
     total = sum(int(np.prod(held.extent)) * DTYPE_BYTES[held.tensor.dtype] for held in weights.held)
-    num_blocks = total // delta.BLOCK + len(delta.WIDTHS) * num_trainers
-    whole = total + num_blocks * delta.BLOCK_OVERHEAD
-    return whole + whole // 128 + num_trainers * len(delta.WIDTHS) * 2048
+    num_sections = len(delta.WIDTHS) * (total // chunk_bytes + num_trainers)
+    whole = total + (total // delta.BLOCK + num_sections) * delta.BLOCK_OVERHEAD
+    return whole + whole // 128 + num_sections * 2048 + num_trainers * ALIGN
 
 
 def _row_major(extent: tuple[int, ...]) -> tuple[int, ...]:

@@ -1,8 +1,8 @@
-"""Everything that travels on the control plane. Version 3.
+"""Everything that travels on the control plane. Version 4.
 
-    member → controller   Join, Opened, Want, Written, At, Paused, Ready, Failed, Committed, Beat, Leave
-    controller → member   Welcome, Refused, Unknown, Open, SendPlan, ReceivePlan, Expect, Go, Verify, Boundary, Decide,
-                          Alive
+    member → controller   Join, Opened, Want, Amax, Written, At, Paused, Ready, Failed, Committed, Beat, Leave
+    controller → member   Welcome, Refused, Unknown, Open, SendPlan, ReceivePlan, Expect, Go, Agreed, Verify, Boundary,
+                          Decide, Alive
 
 Columns of numbers travel as little-endian 8-byte integers.
 """
@@ -18,7 +18,7 @@ from weft.config import TransferSettings
 from weft.transport.base import Column, Descriptor, Endpoint
 from weft.transport.registry import Place
 
-PROTOCOL = 3
+PROTOCOL = 4
 STEPS_AHEAD = 2
 """How many steps an engine rank may go on while the ranks of its engine agree on a boundary."""
 
@@ -83,6 +83,17 @@ class Want(_Message, frozen=True):
     version: int
 
 
+class Amax(_Message, frozen=True):
+    """The largest magnitudes a trainer found in blocks of a group of matrices that others hold parts of too."""
+
+    version: int
+    group: int
+    keys: bytes
+    """Which blocks; empty: the same as last time."""
+    values: bytes
+    """FP32."""
+
+
 class Part(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """What one trainer wrote to one engine rank."""
 
@@ -90,6 +101,8 @@ class Part(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     engine: int
     num_bytes: int
     digest: int
+    sizes: list[int] = []
+    """Bytes of the patch of each chunk, where patches are sent."""
 
 
 class Loss(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -195,6 +208,27 @@ class Target(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     """Bytes of each row's elements."""
     slot: int = 0
     """Where patches go, if they are sent."""
+    num_direct: int
+    """The first rows go straight from the weights, the others in chunks."""
+    chunk_ends: bytes = b""
+    """One past the last row of each chunk."""
+    boxes: bytes = b""
+    """Conversions: a table of weft.codec.conversion.Conversion."""
+
+
+class QuantGrid(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A matrix of which a trainer sends something as FP8."""
+
+    name: str
+    rows: int
+    columns: int
+    scaling: str
+    group: int
+    """Magnitudes of one group are exchanged together."""
+    first_key: int
+    """The first of its blocks among those of all matrices."""
+    boxes: bytes
+    """Where to look: address, stride, dtype, first row, first column, rows, columns of each part."""
 
 
 class SendPlan(_Message, frozen=True):
@@ -202,6 +236,8 @@ class SendPlan(_Message, frozen=True):
 
     plan_digest: str
     targets: list[Target]
+    grids: list[QuantGrid] = []
+    """Sorted by group."""
 
 
 class Source(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -215,6 +251,9 @@ class Source(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     width: bytes
     slot: int = 0
     """Where this trainer's patches land."""
+    num_direct: int
+    """The first rows are written in this order; chunks may come in any."""
+    chunk_ends: bytes = b""
 
 
 class ReceivePlan(_Message, frozen=True):
@@ -237,6 +276,15 @@ class Go(_Message, frozen=True):
     engines: list[int]
     holds: list[int | None]
     """The version each of them serves, if that is known."""
+
+
+class Agreed(_Message, frozen=True):
+    """The largest magnitudes of the blocks a trainer asked about, over all holders."""
+
+    version: int
+    group: int
+    values: bytes
+    """FP32, in the order of the keys."""
 
 
 class Verify(_Message, frozen=True):
@@ -269,9 +317,21 @@ class Alive(_Message, frozen=True):
     controller: str
 
 
-ToController = Join | Opened | Want | Written | At | Paused | Ready | Failed | Committed | Beat | Leave
+ToController = Join | Opened | Want | Amax | Written | At | Paused | Ready | Failed | Committed | Beat | Leave
 ToMember = (
-    Welcome | Refused | Unknown | Open | SendPlan | ReceivePlan | Expect | Go | Verify | Boundary | Decide | Alive
+    Welcome
+    | Refused
+    | Unknown
+    | Open
+    | SendPlan
+    | ReceivePlan
+    | Expect
+    | Go
+    | Agreed
+    | Verify
+    | Boundary
+    | Decide
+    | Alive
 )
 
 

@@ -1,67 +1,127 @@
-"""A trainer's side of one link where bytes change on their way: the image it sends, and what the engine holds.
+"""What a trainer sends in chunks to one engine rank, or alike to several: how they are filled, and what engines hold.
 
-The image is a copy of the link's bytes in the engine's layout. A version is packed into it; a patch is the difference
-to the image the engine has committed. Two images take turns: the second one becomes what the engine holds when the
+A chunk is an image of some rows in the engine's layout and precision. Where versions are kept (patches, staging) every
+chunk has memory of its own; with patches two images take turns: the second one becomes what the engines hold when the
 version is committed, and is written over when it is not.
 """
 
 from __future__ import annotations
 
-from weft.codec.delta import memory_view
-from weft.codec.image import ImageLayout
-from weft.devices import DeviceWork
-from weft.errors import TransferTimeout
-from weft.native import Column
-from weft.transport.base import Memory, ordinary_memory
+import itertools
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from weft.codec.conversion import ChunkFill, Conversion, Converter, HeldGrid
+from weft.codec.image import ImageLayout, chunk_layouts
+from weft.codec.memory import memory_view
+from weft.config import CompressionPolicy, DeltaPolicy, StagingPolicy, TransferSettings
+from weft.core.recipe import Op
+from weft.runtime.messages import Target, unpack
+from weft.transport.base import Column, Memory
+
+ALIGN = 64
 
 
 class Outgoing:
-    """The images of one link, and the patch on its way."""
+    """The chunks of one or several links that carry the same bytes."""
 
     def __init__(
-        self, layout: ImageLayout, src: Column, work: DeviceWork, *, anchor_every: int, compressed: bool = False
+        self,
+        target: Target,
+        settings: TransferSettings,
+        converter: Converter,
+        grids: Sequence[HeldGrid],
+        allocate: Callable[[int], Memory],
     ) -> None:
-        self._layout, self._src, self._work, self._compressed = layout, src, work, compressed
-        self._anchor_every = anchor_every
-        self._images = [ordinary_memory(layout.num_bytes) for _ in range(2)]
-        self._rows = [layout.addresses(image.address) for image in self._images]
+        self._settings, self._converter = settings, converter
+        length, width, ends = unpack(target.length), unpack(target.width), unpack(target.chunk_ends)
+        self.layouts = chunk_layouts(length, width, target.num_direct, ends)
+        borders = [target.num_direct, *ends.astype(np.int64).tolist()]
+        self.rows = [slice(a, b) for a, b in itertools.pairwise(borders)]
+        """Rows of the link in each chunk."""
+        boxes = unpack(target.boxes).reshape(-1, len(Conversion._fields))
+        src = unpack(target.src)
+        self._fills = [
+            _fill(layout, src[rows], boxes, rows.start) for layout, rows in zip(self.layouts, self.rows, strict=True)
+        ]
+        self.groups = [_last_group(fill, grids) for fill in self._fills]
+        """The last group of matrices whose scales a chunk needs; -1: none."""
+        sizes = [-(-layout.num_bytes // ALIGN) * ALIGN for layout in self.layouts]
+        self._begins = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64).tolist()
+        self.images = [allocate(self._begins[-1]) for _ in range(self._num_images)]
+        patches = [layout.max_patch_bytes for layout in self.layouts]
+        self.patch_begins = np.concatenate([[0], np.cumsum(patches)]).astype(np.int64).tolist()
+        """Where the patch of each chunk goes in the memory of the engine."""
         self._now = 0
         self._held: int | None = None
-        self._packed: int | None = None
+        self._filled: int | None = None
+        self._base: int | None = None
         self._since_anchor = 0
-        self.patch: Memory = ordinary_memory(layout.max_patch_bytes)
 
     @property
-    def memory_bytes(self) -> int:
-        """Memory the link needs beside the weights."""
-        return 2 * self._layout.num_bytes + self.patch.num_bytes
+    def _num_images(self) -> int:
+        if self._settings.delta is DeltaPolicy.ON:
+            return 2
+        return 1 if self._settings.staging is StagingPolicy.CPU else 0
 
-    def pack(self, version: int) -> None:
-        """Copy the weights; they may change afterwards."""
-        self._work.copy(self._rows[self._now], self._src, self._layout.length)
-        self._packed = version
+    @property
+    def is_kept(self) -> bool:
+        """Whether chunks have memory of their own, so that the weights are free as soon as these are filled."""
+        return bool(self.images)
 
-    def encode(self, version: int, *, engine_holds: int | None) -> int:
-        """The patch from what the engine holds to the packed version; an anchor where that is not known or is due."""
-        if self._packed != version:
-            raise TransferTimeout(f"version {version} was not packed")
-        old = None
+    def address(self, chunk: int) -> int:
+        """Where a chunk that is kept lies."""
+        return self.images[self._now].address + self._begins[chunk]
+
+    def fill(self, chunk: int, address: int) -> int:
+        """Make a chunk of the weights; returns its bytes."""
+        self._converter.fill(self._fills[chunk], address)
+        return self.layouts[chunk].num_bytes
+
+    def begin(self, version: int, engines_hold: set[int | None]) -> None:
+        """A new version. Its patches are made from what the engines hold, if they hold one version that is known here;
+        anchors where they do not, or where one is due."""
+        self._filled = version
         self._since_anchor += 1
-        if engine_holds is not None and engine_holds == self._held and self._since_anchor < self._anchor_every:
-            old = self._images[1 - self._now].address
+        known = engines_hold == {self._held} and self._held is not None
+        if known and self._since_anchor < self._settings.anchor_every:
+            self._base = self._held
         else:
-            self._since_anchor = 0
-        where, capacity = self.patch.address, self.patch.num_bytes
-        now = self._images[self._now].address
-        num_bytes = self._layout.encode(now, old, where, capacity, base=self._held or 0, version=version)
-        if not self._compressed:
+            self._base, self._since_anchor = None, 0
+
+    def encode(self, chunk: int, out: int) -> int:
+        """The patch of a chunk; returns its bytes."""
+        layout, now = self.layouts[chunk], self.address(chunk)
+        old = None if self._base is None else self.images[1 - self._now].address + self._begins[chunk]
+        assert self._filled is not None
+        num_bytes = layout.encode(now, old, out, layout.max_patch_bytes, base=self._base or 0, version=self._filled)
+        if self._settings.compression is CompressionPolicy.NONE:
             return num_bytes
-        packed = self._layout.compress(where, num_bytes)
-        memory_view(where, len(packed))[:] = packed
+        packed = layout.compress(out, num_bytes)
+        memory_view(out, len(packed))[:] = packed
         return len(packed)
 
     def committed(self, version: int) -> None:
-        """The engine holds what was packed last."""
-        if self._packed == version:
-            self._held, self._packed = version, None
-            self._now = 1 - self._now
+        """The engines hold what was filled last."""
+        if self._filled == version:
+            self._held, self._filled = version, None
+            self._now = (1 - self._now) if len(self.images) > 1 else 0
+
+
+def _fill(layout: ImageLayout, src: Column, boxes: np.ndarray, first_row: int) -> ChunkFill:
+    """How one chunk is filled, from the columns of its link."""
+    at = layout.addresses(0)
+    copied = src > 0
+    mine = (boxes[:, 0] >= first_row) & (boxes[:, 0] < first_row + len(src))
+    found = [Conversion._make(row) for row in boxes[mine].tolist()]
+    return ChunkFill(
+        src=src[copied],
+        at=at[copied],
+        length=layout.length[copied],
+        boxes=tuple((box, int(at[box.row - first_row])) for box in found),
+    )
+
+
+def _last_group(fill: ChunkFill, grids: Sequence[HeldGrid]) -> int:
+    return max((grids[box.grid].group for box, _ in fill.boxes if box.op != Op.CAST), default=-1)

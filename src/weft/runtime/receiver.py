@@ -323,7 +323,9 @@ class Receiver:
             self._cut_off()
         self._transports.open(message.transports, settings)
         if self._has_patches and self._patch_memory is None:
-            self._patch_memory = self._transports.allocate(patch_bytes(self._weights, self._control.num_trainers))
+            self._patch_memory = self._transports.allocate(
+                patch_bytes(self._weights, self._control.num_trainers, settings.chunk_bytes)
+            )
         if settings.mode is ReceiverMode.SHADOW:
             if self._landing is None:
                 self._landing = in_staging(self._weights, self._transports.allocate)
@@ -391,9 +393,9 @@ class Receiver:
 
     def _follow_patches(self, version: int, parts: list[Part]) -> None:
         """How long a version's patches are is known when they were sent."""
-        sent = {part.trainer: part.num_bytes for part in parts}
+        sent = {part.trainer: part.sizes for part in parts}
         try:
-            self._arrivals = self._follow(version, [link.stream(sent.get(link.trainer, 0)) for link in self._incoming])
+            self._arrivals = self._follow(version, [link.stream(sent.get(link.trainer, [])) for link in self._incoming])
         except WeftError as error:
             self._control.post(Failed(version=version, reason=str(error)))
 

@@ -18,18 +18,18 @@ from __future__ import annotations
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import Any, Self
 
 import numpy as np
 
-from weft.codec.image import ImageLayout
-from weft.config import CompressionPolicy, DeltaPolicy, DigestPolicy
 from weft.devices import device_work
-from weft.errors import ProtocolError, TransferTimeout, TransportError, VersionError, WeftError
+from weft.errors import ProtocolError, TransferTimeout, VersionError, WeftError
+from weft.events import Event
+from weft.runtime.job import Job, Sent
 from weft.runtime.member import ControlThread
 from weft.runtime.messages import (
     PROTOCOL,
+    Agreed,
     Decide,
     Failed,
     Go,
@@ -40,16 +40,16 @@ from weft.runtime.messages import (
     Opened,
     Part,
     SendPlan,
-    Target,
     Want,
     Written,
-    unpack,
 )
-from weft.runtime.outgoing import Outgoing
+from weft.runtime.sending import Sending
+from weft.runtime.stages import send_version
 from weft.runtime.transports import OpenTransports
 from weft.runtime.weights import Held, Weights
-from weft.transport.base import Batch, Handle, Ticket, Transport
+from weft.transport.base import Batch, Transport
 
+_MASK = (1 << 64) - 1
 JOIN_S = 60.0
 DRAIN_S = 120.0
 
@@ -68,7 +68,23 @@ class Publication:
         self._may_write = threading.Event()
         self.write_s: float | None = None
         """How long the writes themselves took, once they are done."""
-        self._tickets: list[Ticket] = []
+        self._job: Job | None = None
+
+    def _begin(self, job: Job) -> None:
+        """It is being written now; whoever gives it up stops the job."""
+        self._job = job
+        if self._error is not None:
+            job.stop(self._error)
+
+    @property
+    def events(self) -> tuple[Event, ...]:
+        """What the stages of writing did when: amax, convert, delta, write. Empty where nothing changes on the way."""
+        return () if self._job is None else tuple(self._job.flow.recorder.events)
+
+    @property
+    def peak_staging_bytes(self) -> int:
+        """Most bytes that were converted, or compared, and not yet written."""
+        return 0 if self._job is None else self._job.peak_staging_bytes
 
     def wait_released(self, timeout_s: float = 60.0) -> None:
         """Wait until the source memory may change again; raises what went wrong."""
@@ -100,22 +116,6 @@ class Publication:
         return self._released.is_set()
 
 
-@dataclass(frozen=True, slots=True)
-class _Prepared:
-    """A target that can be written to, or why not."""
-
-    engine: int
-    transport: str
-    batch: Batch | None
-    """What every version writes; None for patches, which differ."""
-    obstacle: str = ""
-    peer: str = ""
-    slot: int = 0
-    outgoing: Outgoing | None = None
-    registered: Handle | None = None
-    """The memory patches are made in."""
-
-
 class Sender:
     """Joins the controller as a trainer rank and writes what it is given to send."""
 
@@ -139,7 +139,7 @@ class Sender:
         self._work = device_work(weights.device)
         self._lock = threading.Lock()
         self._error: WeftError | None = None
-        self._prepared: list[_Prepared] = []
+        self._sending: Sending | None = None
         self._publications: dict[int, Publication] = {}
         self._last: int | None = None
         self._last_begun: int | None = None
@@ -173,7 +173,8 @@ class Sender:
 
     def batches(self) -> list[tuple[Transport[Any], Batch]]:
         """What a version writes, through which transport; for those who measure."""
-        return [(self._transports[p.transport], p.batch) for p in self._prepared if p.batch is not None]
+        links = self._sending.links if self._sending is not None else []
+        return [(self._transports[link.transport], link.direct) for link in links if link.direct is not None]
 
     def _send(self, publication: Publication) -> None:
         """On the writer thread: wait for the turn, write, report."""
@@ -203,78 +204,40 @@ class Sender:
     def _write(self, publication: Publication, go: Go) -> None:
         """Write, and report. The report comes when nothing is being written any more, whatever happened."""
         written = Written(version=go.version, parts=[], losses=[])
+        began = time.monotonic()
+        deadline = began + self._control.settings.version_s
+        job = Job(go, deadline, member=self.member, on_released=publication._released.set)
         try:
-            began = time.monotonic()
-            written = self._write_all(publication, go)
+            publication._begin(job)
+            self._work.synchronize()  # what the trainer queued before it published must be in memory
+            assert self._sending is not None
+            sent = send_version(self._sending, job, self._control.post)
+            written = self._report(go.version, sent)
             publication.write_s = time.monotonic() - began
         finally:
-            self._drain(publication)
+            self._drain(publication, job)
             self._control.post(written)
 
-    def _drain(self, publication: Publication) -> None:
+    def _report(self, version: int, sent: dict[int, Sent]) -> Written:
+        """What was written, and what could not be."""
+        parts = [
+            Part(trainer=self._rank, engine=engine, num_bytes=s.num_bytes, digest=s.digest & _MASK, sizes=s.sizes)
+            for engine, s in sent.items()
+            if not s.loss
+        ]
+        losses = [Loss(engine=engine, reason=s.loss) for engine, s in sent.items() if s.loss]
+        return Written(version=version, parts=parts, losses=losses)
+
+    def _drain(self, publication: Publication, job: Job) -> None:
         """Wait for the end of writes that were given up: until then their memory belongs to no other version."""
-        for ticket in publication._tickets:
-            ticket.cancel()
+        job.cancel()
         deadline = time.monotonic() + DRAIN_S
-        while not all(ticket.done for ticket in publication._tickets):
+        while not all(ticket.done for ticket in job.tickets):
             if time.monotonic() > deadline:
                 self.failed(TransferTimeout(f"{self.member} cannot stop writing version {publication.version}"))
                 self._control.close()  # the controller must treat this writer as lost
                 return
             time.sleep(0.001)
-
-    def _write_all(self, publication: Publication, go: Go) -> Written:
-        """Write to every engine rank that takes part; one that cannot be reached does not stop the others."""
-        self._work.synchronize()  # what the trainer queued before it published must be in memory
-        deadline = time.monotonic() + self._control.settings.version_s
-        parts: list[Part] = []
-        losses: list[Loss] = []
-        for engine, ticket in self._post(publication, go, losses):
-            try:
-                done = ticket.wait(max(deadline - time.monotonic(), 0.0))
-                parts.append(Part(trainer=self._rank, engine=engine, num_bytes=done.num_bytes, digest=done.digest))
-            except TransportError as error:
-                losses.append(Loss(engine=engine, reason=str(error)))
-        return Written(version=go.version, parts=parts, losses=losses)
-
-    def _post(self, publication: Publication, go: Go, losses: list[Loss]) -> list[tuple[int, Ticket]]:
-        """Start all writes, those over one transport together."""
-        posted = []
-        wanted = [prepared for prepared in self._prepared if prepared.engine in go.engines]
-        losses += [Loss(engine=p.engine, reason=p.obstacle) for p in wanted if p.obstacle]
-        batches = self._batches_of(publication, go, [p for p in wanted if not p.obstacle], losses)
-        if publication.is_decided:
-            raise TransportError(f"version {go.version} was given up before it was written")
-        for name in sorted({prepared.transport for prepared, _ in batches}):
-            mine = [(p.engine, batch) for p, batch in batches if p.transport == name]
-            tickets = self._transports[name].post_all([batch for _, batch in mine], tag=go.version + 1)
-            publication._tickets += tickets
-            posted += [(engine, ticket) for (engine, _), ticket in zip(mine, tickets, strict=True)]
-        return posted
-
-    def _batches_of(
-        self, publication: Publication, go: Go, wanted: list[_Prepared], losses: list[Loss]
-    ) -> list[tuple[_Prepared, Batch]]:
-        """What to write: prepared rows, or the version's patches. Once patches are packed the weights may change."""
-        holds = dict(zip(go.engines, go.holds, strict=True))
-        links = [(p, p.outgoing) for p in wanted if p.outgoing is not None]
-        for _, outgoing in links:
-            outgoing.pack(go.version)
-        if links:
-            publication._released.set()
-        found = [(p, p.batch) for p in wanted if p.batch is not None]
-        for p, outgoing in links:
-            num_bytes = outgoing.encode(go.version, engine_holds=holds[p.engine])
-            try:
-                found.append((p, self._patch_batch(p, outgoing, num_bytes)))
-            except TransportError as error:
-                losses.append(Loss(engine=p.engine, reason=str(error)))
-        return found
-
-    def _patch_batch(self, prepared: _Prepared, outgoing: Outgoing, num_bytes: int) -> Batch:
-        src, dst, length = (np.array([n], dtype=np.uint64) for n in (outgoing.patch.address, prepared.slot, num_bytes))
-        position = np.zeros(1, dtype=np.uint64) if self._control.settings.digest is DigestPolicy.ON else None
-        return self._transports[prepared.transport].prepare(prepared.peer, src, dst, length, position)
 
     def join_message(self) -> Join | None:
         """How to join; not while a write is under way, which a new controller would not know of."""
@@ -298,15 +261,18 @@ class Sender:
             case Open(round=number, transports=names):
                 self._open(number, names)
             case SendPlan():
-                self._forget_images()
-                self._prepared = [self._prepare(target) for target in message.targets]
+                self._forget_plan()
+                self._sending = Sending(message, self._transports, self._control.settings)
+            case Agreed(version=version, group=group, values=values):
+                publication = self._publications.get(version)
+                if publication is not None and publication._job is not None:
+                    publication._job.agree(group, np.frombuffer(values, dtype="<f4"))
             case Go(version=version):
                 self._go(version, message)
             case Decide(version=version, commit=commit, reason=reason):
                 publication = self._publications.get(version)
-                for prepared in self._prepared if commit else ():
-                    if prepared.outgoing is not None:
-                        prepared.outgoing.committed(version)
+                if commit and self._sending is not None:
+                    self._sending.committed(version)
                 if publication is not None:
                     aborted = VersionError(f"version {version} was aborted: {reason}")
                     self._decide(publication, None if commit else aborted)
@@ -327,48 +293,11 @@ class Sender:
         offers = self._transports.offers(self._weights.ranges)
         self._control.post(Opened(round=number, offers=offers, addresses=addresses))
 
-    def _prepare(self, target: Target) -> _Prepared:
-        endpoint = target.offer.endpoint
-        transport = self._transports[endpoint.transport]
-        position = unpack(target.position) if self._control.settings.digest is DigestPolicy.ON else None
-        try:
-            peer = transport.connect(endpoint, target.offer.descriptors)
-            if self._control.settings.delta is DeltaPolicy.ON:
-                return self._prepare_patches(target, transport, peer)
-            rows = (unpack(target.src), unpack(target.dst), unpack(target.length))
-            batch = transport.prepare(peer, *rows, position)
-        except TransportError as error:
-            return _Prepared(target.engine, endpoint.transport, None, str(error))
-        return _Prepared(target.engine, endpoint.transport, batch)
-
-    def _prepare_patches(self, target: Target, transport: Transport[Any], peer: str) -> _Prepared:
-        """Images of what the engine rank gets; nothing is known of what it holds, so an anchor comes first."""
-        layout = ImageLayout.of(unpack(target.length), unpack(target.width))
-        settings = self._control.settings
-        outgoing = Outgoing(
-            layout,
-            unpack(target.src),
-            self._work,
-            anchor_every=settings.anchor_every,
-            compressed=settings.compression is CompressionPolicy.ZSTD,
-        )
-        handle, _ = transport.register(outgoing.patch.address, outgoing.patch.num_bytes)
-        return _Prepared(
-            target.engine,
-            target.offer.endpoint.transport,
-            None,
-            peer=peer,
-            slot=target.slot,
-            outgoing=outgoing,
-            registered=handle,
-        )
-
-    def _forget_images(self) -> None:
+    def _forget_plan(self) -> None:
         """A new plan: what was kept for the old one is given back."""
-        for prepared in self._prepared:
-            if prepared.registered is not None:
-                self._transports[prepared.transport].deregister(prepared.registered)
-        self._prepared = []
+        sending, self._sending = self._sending, None
+        if sending is not None:
+            sending.close()
 
     def idle(self) -> float | None:
         """Nothing to do between messages."""
@@ -377,8 +306,8 @@ class Sender:
     def _decide(self, publication: Publication, error: WeftError | None) -> None:
         """The version is committed, or failed with an error; whoever waits for it goes on."""
         publication._error = publication._error or error
-        for ticket in publication._tickets if error is not None else ():
-            ticket.cancel()
+        if error is not None and publication._job is not None:
+            publication._job.stop(error)
         publication._decided.set()
         publication._may_write.set()
         if publication._go is None:
@@ -403,7 +332,7 @@ class Sender:
                 self._decide(publication, ProtocolError(f"{self.member} was closed"))
         self._writer.shutdown(wait=True)
         self._control.close()
-        self._forget_images()
+        self._forget_plan()
         self._transports.close_all()
 
     def __enter__(self) -> Self:

@@ -1,0 +1,43 @@
+"""Casts between FP32, BF16 and FP16: to the nearest number, ties to even; NaN stays NaN, and overflow is infinite."""
+
+from __future__ import annotations
+
+from weft.codec.memory import Floats, matrix_view
+from weft.errors import CodecError
+
+try:
+    from weft import _codec
+except ImportError:  # no compiler at install
+    _codec = None
+
+import numpy as np
+
+KINDS = {"fp32": "<f4", "bf16": "<u2", "fp16": "<f2"}
+
+
+def cast(
+    src: int, src_stride: int, src_dtype: str, dst: int, dst_stride: int, dst_dtype: str, *, rows: int, columns: int
+) -> None:
+    """Cast a matrix in memory; strides are in bytes from row to row."""
+    if src_dtype not in KINDS or dst_dtype not in KINDS:
+        raise CodecError(f"cannot cast {src_dtype} to {dst_dtype}", hint=f"{', '.join(KINDS)}")
+    if _codec is not None and {src_dtype, dst_dtype} == {"fp32", "bf16"}:
+        width = np.dtype(KINDS[src_dtype]).itemsize
+        _codec.cast(src, src_stride, dst, dst_stride, rows, columns, width)
+        return
+    values = matrix_view(src, src_stride, rows, columns, KINDS[src_dtype])
+    wide = _from_bf16(values) if src_dtype == "bf16" else values.astype(np.float32)
+    target = matrix_view(dst, dst_stride, rows, columns, KINDS[dst_dtype])
+    with np.errstate(over="ignore"):
+        target[...] = _to_bf16(wide) if dst_dtype == "bf16" else wide
+
+
+def _from_bf16(values: np.ndarray) -> Floats:
+    return (values.astype(np.uint32) << np.uint32(16)).view(np.float32)
+
+
+def _to_bf16(values: Floats) -> np.ndarray:
+    bits = np.ascontiguousarray(values).view(np.uint32)
+    nearest = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
+    is_nan = (bits & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000)
+    return np.where(is_nan, bits >> np.uint32(16) | np.uint32(0x40), nearest).astype(np.uint16)

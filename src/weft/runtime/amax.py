@@ -1,0 +1,69 @@
+"""Agreeing on the largest magnitudes of FP8 blocks that lie on several trainers: the maximum of what they found.
+
+The controller collects, group by group, what each holder found in its blocks and answers when the last one is there.
+Only blocks that shard borders cut travel, four bytes each; which ones a trainer means it says once per plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from weft.codec.memory import Floats
+from weft.errors import VersionError
+
+Keys = NDArray[np.uint64]
+
+
+@dataclass(slots=True)
+class _Group:
+    """One group of matrices in one version."""
+
+    found: dict[int, Floats] = field(default_factory=dict)
+
+
+class AmaxExchange:
+    """What holders have found so far; belongs to one plan."""
+
+    def __init__(self, holders: Mapping[int, frozenset[int]]) -> None:
+        """For each group, the trainers that hold some of it."""
+        self._holders = holders
+        self._keys: dict[tuple[int, int], Keys] = {}
+        self._groups: dict[int, _Group] = {}
+        self._version: int | None = None
+        self.num_bytes = 0
+        """Bytes of magnitudes that came in and went out for the last version."""
+
+    def add(self, version: int, trainer: int, group: int, keys: Keys, values: Floats) -> dict[int, Floats]:
+        """One holder's magnitudes; returns what to answer to whom when a group is complete. Raises VersionError."""
+        self.learn(trainer, group, keys)
+        if version != self._version:
+            self._version, self._groups, self.num_bytes = version, {}, 0
+        holders = self._holders.get(group, frozenset())
+        known = self._keys.get((trainer, group), keys)
+        mine = self._groups.setdefault(group, _Group())
+        if trainer not in holders or trainer in mine.found or len(known) != len(values):
+            raise VersionError(f"trainer {trainer} sent {len(values)} magnitudes of group {group}, not as planned")
+        mine.found[trainer] = values
+        self.num_bytes += values.nbytes
+        if len(mine.found) < len(holders):
+            return {}
+        answer = self._largest(group, mine.found)
+        self.num_bytes += sum(values.nbytes for values in answer.values())
+        return answer
+
+    def learn(self, trainer: int, group: int, keys: Keys) -> None:
+        """Which blocks a trainer means, from now on."""
+        if len(keys):
+            self._keys[trainer, group] = keys
+
+    def _largest(self, group: int, found: Mapping[int, Floats]) -> dict[int, Floats]:
+        none = np.zeros(0, dtype=np.uint64)
+        keys = [self._keys.get((trainer, group), none) for trainer in found]
+        all_keys, place = np.unique(np.concatenate(keys), return_inverse=True)
+        most = np.zeros(len(all_keys), dtype=np.float32)
+        np.maximum.at(most, place, np.concatenate(list(found.values())))
+        return {trainer: most[np.searchsorted(all_keys, mine)] for trainer, mine in zip(found, keys, strict=True)}

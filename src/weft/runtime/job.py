@@ -1,0 +1,76 @@
+"""One version on its way out of a trainer: the links it takes, and what has come of it so far."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from weft.codec.memory import Floats
+from weft.errors import WeftError
+from weft.runtime.messages import Go
+from weft.runtime.outgoing import Outgoing
+from weft.runtime.pipeline import Flow
+from weft.transport.base import Batch, Ticket
+
+
+@dataclass(slots=True)
+class Link:
+    """The way to one engine rank, or why there is none."""
+
+    engine: int
+    transport: str
+    peer: str = ""
+    obstacle: str = ""
+    direct: Batch | None = None
+    """Rows that go straight from the weights."""
+    chunks: list[Batch] = field(default_factory=list)
+    """What each chunk writes; empty for patches, which differ."""
+    slots: list[int] = field(default_factory=list)
+    """Where the patch of each chunk goes."""
+
+
+@dataclass(slots=True)
+class Sent:
+    """What one version has come to on one link."""
+
+    num_bytes: int = 0
+    digest: int = 0
+    sizes: list[int] = field(default_factory=list)
+    loss: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """A chunk and the links it goes out on."""
+
+    outgoing: Outgoing
+    number: int
+    links: tuple[Link, ...]
+
+
+class Job:
+    """One version on its way out; whoever gives it up calls `stop`."""
+
+    def __init__(self, go: Go, deadline: float, *, member: str, on_released: Callable[[], None]) -> None:
+        self.go, self.deadline, self.on_released = go, deadline, on_released
+        self.flow = Flow(deadline, member=member)
+        self.tickets: list[Ticket] = []
+        """Writes that were started."""
+        self.agreed: dict[int, Floats] = {}
+        """Magnitudes of the cut blocks of each group, as all holders know them."""
+        self.peak_staging_bytes = 0
+
+    def agree(self, group: int, values: Floats) -> None:
+        """All holders of a group know its magnitudes."""
+        self.agreed[group] = values
+        self.flow.changed()
+
+    def stop(self, error: WeftError) -> None:
+        """Give the version up."""
+        self.flow.stop(error)
+        self.cancel()
+
+    def cancel(self) -> None:
+        """Stop writing."""
+        for ticket in list(self.tickets):
+            ticket.cancel()

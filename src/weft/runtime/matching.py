@@ -1,0 +1,177 @@
+"""From what members report to a plan: which trainer tensor every engine tensor is made of, and how.
+
+Engine tensors take the boxes of equally named trainer tensors. Where precisions differ they are cast; an engine tensor
+`X` in FP8 is quantised from `X`, and its scales go to `X_scale_inv` or `X_scale`, whose shape says which elements share
+one: [⌈n/128⌉, ⌈k/128⌉] for blocks, [n, 1] or [n] for rows, [1] for the whole matrix.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from weft.core.layout import Layout, Shard, Tensor
+from weft.core.plan import Plan
+from weft.core.planner import make_plan
+from weft.core.recipe import Op, Piece, Recipe
+from weft.core.scaling import Scaling, scale_shape
+from weft.core.topology import Cluster
+from weft.errors import LayoutError
+from weft.runtime.messages import HeldShard, Join
+
+FP8 = "fp8_e4m3"
+QUANTIZABLE = ("bf16", "fp32")
+SCALE_ENDINGS = ("_scale_inv", "_scale")
+
+
+def plan_members(
+    trainers: Mapping[int, Join], engines: Mapping[int, Join], cluster: Cluster, *, ranks_per_engine: int
+) -> Plan:
+    """The plan between the members that joined."""
+    matched = _Matched.of(trainers, engines)
+    recipe = _recipe(engines, matched, num_replicas=len(engines) // ranks_per_engine)
+    topology = cluster.place(num_trainers=len(trainers), num_engines=len(engines))
+    return make_plan(trainer=_trainer_layout(trainers, matched.wanted), recipe=recipe, topology=topology)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Matched:
+    """Which trainer tensor each engine tensor comes from."""
+
+    sources: dict[str, str]
+    """Engine tensor → trainer tensor, by name."""
+    tensors: dict[str, Tensor]
+    """Trainer tensors, under all their names."""
+    scales: dict[str, str]
+    """Engine tensors that hold scales → the engine tensor they belong to."""
+
+    @classmethod
+    def of(cls, trainers: Mapping[int, Join], engines: Mapping[int, Join]) -> _Matched:
+        tensors = {
+            name: Tensor(name=name, dtype=held.dtype, shape=held.shape)
+            for join in trainers.values()
+            for held in join.held
+            for name in (held.name, *held.aliases)
+        }
+        held_by_engines = {held.name: held for join in engines.values() for held in join.held}
+        sources = {
+            held.name: next((name for name in (held.name, *held.aliases) if name in tensors), held.name)
+            for held in held_by_engines.values()
+        }
+        quantized = {
+            name
+            for name, held in held_by_engines.items()
+            if held.dtype == FP8 and _dtype(tensors, sources[name]) != FP8
+        }
+        scales = {
+            name: weight for name, weight in _scales_of(held_by_engines) if weight in quantized and name not in tensors
+        }
+        matched = cls(
+            sources=sources | {name: sources[weight] for name, weight in scales.items()}, tensors=tensors, scales=scales
+        )
+        matched._check_quantized(quantized)
+        return matched
+
+    @property
+    def wanted(self) -> set[str]:
+        """Names of trainer tensors that are asked for."""
+        return set(self.sources.values())
+
+    def _check_quantized(self, quantized: set[str]) -> None:
+        """What FP8 needs, by tensor."""
+        problems = []
+        for name in sorted(quantized):
+            source = self.tensors.get(self.sources[name])
+            if source is None:
+                continue  # reported with all that is missing
+            if source.dtype not in QUANTIZABLE or len(source.shape) != 2:
+                problems.append(f"{name}: cannot be quantised from {source.dtype} {list(source.shape)}")
+            if name not in self.scales.values():
+                problems.append(f"{name}: has no scales ({name}_scale_inv or {name}_scale)")
+        if problems:
+            hint = "matrices of bf16 or fp32 are quantised, and need their scales"
+            raise LayoutError("the engine wants FP8", problems=tuple(problems), hint=hint)
+
+    def op(self, held: HeldShard) -> Op:
+        """How an engine tensor is made."""
+        if held.name in self.scales:
+            return Op.SCALE
+        dtype = _dtype(self.tensors, self.sources[held.name])
+        if dtype in (held.dtype, ""):
+            return Op.COPY
+        return Op.QUANTIZE if held.dtype == FP8 else Op.CAST
+
+    def scaling(self, held: HeldShard) -> Scaling:
+        """Which elements share one of these scales."""
+        shape = self.tensors[self.sources[held.name]].shape
+        for kind in Scaling:
+            expected = scale_shape(shape, kind)
+            if held.shape in (expected, expected[:1]) and (expected[1:] == (1,) or held.shape == expected):
+                return kind
+        raise LayoutError(
+            f"`{held.name}` has the shape {list(held.shape)} for a weight of {list(shape)}",
+            hint="[⌈n/128⌉, ⌈k/128⌉] for blocks, [n, 1] or [n] for rows, [1] for all",
+        )
+
+
+def _dtype(tensors: Mapping[str, Tensor], name: str) -> str:
+    return tensors[name].dtype if name in tensors else ""
+
+
+def _scales_of(held: Mapping[str, HeldShard]) -> Iterator[tuple[str, str]]:
+    """Names that could be scales, with the weight they would belong to."""
+    for name in held:
+        for ending in SCALE_ENDINGS:
+            if name.endswith(ending) and name.removesuffix(ending) in held:
+                yield name, name.removesuffix(ending)
+
+
+def _names(held: HeldShard, wanted: set[str]) -> list[str]:
+    """The names under which a trainer's shard is asked for; its own where none is."""
+    return [name for name in (held.name, *held.aliases) if name in wanted] or [held.name]
+
+
+def _trainer_layout(trainers: Mapping[int, Join], wanted: set[str]) -> Layout:
+    tensors: dict[str, Tensor] = {}
+    shards = []
+    for rank, join in trainers.items():
+        for held in join.held:
+            for name in _names(held, wanted):
+                tensor = Tensor(name=name, dtype=held.dtype, shape=held.shape)
+                if tensors.setdefault(name, tensor) != tensor:
+                    raise LayoutError(
+                        f"trainer {rank} has `{name}` as {held.dtype} {list(held.shape)}, others as "
+                        f"{tensors[name].dtype} {list(tensors[name].shape)}"
+                    )
+                shards.append(Shard(tensor=name, rank=rank, lo=held.lo, extent=held.extent, strides=held.strides))
+    return Layout.from_shards(list(tensors.values()), shards, num_ranks=len(trainers))
+
+
+def _recipe(engines: Mapping[int, Join], matched: _Matched, *, num_replicas: int) -> Recipe:
+    tensors = {
+        rank: [Tensor(name=held.name, dtype=held.dtype, shape=held.extent) for held in join.held]
+        for rank, join in engines.items()
+    }
+    pieces = {rank: [_piece(held, matched) for held in join.held] for rank, join in engines.items()}
+    scaling = {
+        matched.sources[held.name]: kind
+        for join in engines.values()
+        for held in join.held
+        if held.name in matched.scales and (kind := matched.scaling(held)) is not Scaling.BLOCK
+    }
+    return replace(Recipe.from_pieces(tensors, pieces), num_replicas=num_replicas, scaling=scaling)
+
+
+def _piece(held: HeldShard, matched: _Matched) -> Piece:
+    """An engine tensor is one box of its source."""
+    op = matched.op(held)
+    is_vector = op is Op.SCALE and len(held.shape) == 1  # scales of rows, or of everything, without a second dimension
+    return Piece(
+        dst=held.name,
+        source=matched.sources[held.name],
+        dst_lo=(0,) * len(held.lo),
+        extent=held.extent,
+        src_lo=(*held.lo, 0) if is_vector else held.lo,
+        axes=(0,) if is_vector else None,
+        op=op,
+    )

@@ -1,0 +1,172 @@
+"""Stages that overlap: each works through its items in order, on a thread of its own, as far as those before it are.
+
+    flow = Flow(deadline)
+    room = Room(sizes, capacity)                                        # memory that items pass through in turn
+    run(flow, [
+        Stage("convert", count, convert, ready=room.is_free),
+        Stage("write", count, write, ready=flow.after("convert")),
+    ])
+
+What stops one stage stops all, and the first error is the one that is raised. Nobody waits longer than the deadline.
+Memory is bounded by bytes: an item enters a room when those that lay in its place have left.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from weft.errors import ConfigError, ProtocolError, TransferTimeout, WeftError
+from weft.events import Recorder
+
+
+class Flow:
+    """What the stages of one run share: how far each is, and whether something went wrong."""
+
+    def __init__(self, deadline: float, *, member: str = "") -> None:
+        """`deadline` is a time of `time.monotonic`."""
+        self._deadline = deadline
+        self._member = member
+        self._changed = threading.Condition()
+        self._done: dict[str, int] = {}
+        self._error: WeftError | None = None
+        self._began = time.monotonic()
+        self.recorder = Recorder()
+
+    def after(self, stage: str) -> Callable[[int], bool]:
+        """Whether an item has passed another stage."""
+        return lambda number: self._done.get(stage, 0) > number
+
+    def passed(self, stage: str, number: int) -> None:
+        """An item has passed a stage."""
+        with self._changed:
+            self._done[stage] = number + 1
+            self._changed.notify_all()
+
+    def changed(self) -> None:
+        """Something that stages may wait for has changed."""
+        with self._changed:
+            self._changed.notify_all()
+
+    def stop(self, error: WeftError) -> None:
+        """End every wait; the first error counts."""
+        with self._changed:
+            self._error = self._error or error
+            self._changed.notify_all()
+
+    def check(self) -> None:
+        """Raise what went wrong, if anything did."""
+        if self._error is not None:
+            raise self._error
+
+    def wait(self, reached: Callable[[], bool], what: str) -> None:
+        """Wait; raises the first error, or TransferTimeout at the deadline."""
+        with self._changed:
+            left = self._deadline - time.monotonic()
+            met = self._changed.wait_for(lambda: self._error is not None or reached(), max(left, 0.0))
+            self.check()
+            if not met:
+                raise TransferTimeout(f"{self._member} still waits for {what} at the deadline")
+
+    def span(self, stage: str, start: float, end: float, num_bytes: int) -> None:
+        """Record how long a stage was busy with an item."""
+        begin, close = start - self._began, end - self._began
+        with self._changed:
+            self.recorder.span(stage, member=self._member, lane=stage, start_s=begin, end_s=close, num_bytes=num_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """Work on items 0, 1, 2, …"""
+
+    name: str
+    count: int
+    work: Callable[[int], int]
+    """Returns the bytes it dealt with."""
+    ready: Callable[[int], bool] = field(default=lambda _: True)
+    """Whether an item can be worked on; looked at when something has changed."""
+    is_recorded: bool = True
+    """Whether its spans are the time its work takes; otherwise it records them itself."""
+
+    def run(self, flow: Flow) -> None:
+        """Work through all items."""
+        try:
+            for number in range(self.count):
+                flow.wait(lambda number=number: self.ready(number), f"{self.name} of chunk {number}")  # type: ignore[misc]
+                began = time.monotonic()
+                num_bytes = self.work(number)
+                if self.is_recorded:
+                    flow.span(self.name, began, time.monotonic(), num_bytes)
+                flow.passed(self.name, number)
+        except WeftError as error:
+            flow.stop(error)
+        except Exception as error:  # a defect of ours: nobody looks at this thread's result
+            flow.stop(ProtocolError(f"{type(error).__name__} in stage {self.name}: {error}"))
+
+
+def run(flow: Flow, stages: Sequence[Stage]) -> None:
+    """Run all stages to their end; raises the first error when all have stopped."""
+    threads = [
+        threading.Thread(target=stage.run, args=(flow,), name=f"weft-{stage.name}", daemon=True)
+        for stage in stages[:-1]
+    ]
+    for thread in threads:
+        thread.start()
+    stages[-1].run(flow)
+    for thread in threads:
+        thread.join()
+    flow.check()
+
+
+class Room:
+    """A ring of memory that chunks of known sizes pass through in turn, again and again."""
+
+    def __init__(self, sizes: Sequence[int], capacity: int) -> None:
+        """Every chunk has its fixed place; `after[i]` is the last chunk that must have left before i may enter."""
+        largest = max(sizes, default=0)
+        if largest > capacity:
+            raise ConfigError(f"a chunk of {largest} bytes in staging memory of {capacity}", hint="more staging_bytes")
+        self.sizes = sizes
+        self.at: list[int] = []
+        self._after: list[int] = []
+        inside: deque[tuple[int, int, int]] = deque()
+        begin = 0
+        for number, size in enumerate(sizes):
+            if begin + size > capacity:
+                begin = 0
+            after = self._after[-1] if self._after else -1
+            while any(first < begin + size and begin < last for _, first, last in inside):
+                after = inside.popleft()[0]
+            inside.append((number, begin, begin + size))
+            self.at.append(begin)
+            self._after.append(after)
+            begin += size
+        self.num_bytes = max((at + size for at, size in zip(self.at, sizes, strict=True)), default=0)
+        self.empty()
+
+    def empty(self) -> None:
+        """A new round."""
+        self._num_left = 0
+        self.occupied_bytes = 0
+        self.peak_bytes = 0
+
+    def is_free(self, number: int) -> bool:
+        """Whether a chunk may enter."""
+        return self._num_left > self._after[number]
+
+    def enter(self, number: int) -> None:
+        """A chunk takes its place."""
+        self.occupied_bytes += self.sizes[number]
+        self.peak_bytes = max(self.peak_bytes, self.occupied_bytes)
+
+    def leave(self, number: int) -> None:
+        """Chunks leave in their order."""
+        self.occupied_bytes -= self.sizes[number]
+        self.skip_to(number + 1)
+
+    def skip_to(self, number: int) -> None:
+        """No chunk before this one is inside, or will be in this round."""
+        self._num_left = number

@@ -1,0 +1,138 @@
+"""One trainer's part of a plan, made ready once for all versions: links, chunks, and the memory they pass through."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from weft.codec.conversion import Converter, CpuConverter, HeldGrid
+from weft.config import DeltaPolicy, DigestPolicy, TransferSettings
+from weft.errors import TransportError
+from weft.runtime.grids import held_grid
+from weft.runtime.job import Chunk, Link
+from weft.runtime.messages import SendPlan, Target, unpack
+from weft.runtime.outgoing import Outgoing
+from weft.runtime.pipeline import Room
+from weft.runtime.transports import OpenTransports
+from weft.transport.base import Batch, Column, Handle, Memory, ordinary_memory
+
+
+class Sending:
+    """What is sent, again and again. Chunks that are not kept pass through a ring of `staging_bytes`; so do patches."""
+
+    def __init__(self, plan: SendPlan, transports: OpenTransports, settings: TransferSettings) -> None:
+        self.transports, self.settings = transports, settings
+        self._registered: list[tuple[str, Handle]] = []
+        grids = [held_grid(message) for message in plan.grids]
+        self.converter: Converter = CpuConverter(grids, allow_nonfinite=settings.allow_nonfinite)
+        self.groups = sorted({grid.group for grid in grids})
+        self.told: set[int] = set()
+        """Groups whose blocks the controller knows."""
+        self._outgoing: list[Outgoing] = []
+        self.links = [self._connect(target) for target in plan.targets]
+        self.chunks = self._make_chunks(plan, grids)
+        self.room = Room([self._staged_bytes(chunk) for chunk in self.chunks], settings.staging_bytes)
+        self.memory = ordinary_memory(self.room.num_bytes) if self.room.num_bytes else None
+        self._prepare_chunks(plan)
+
+    def _connect(self, target: Target) -> Link:
+        endpoint = target.offer.endpoint
+        transport = self.transports[endpoint.transport]
+        link = Link(target.engine, endpoint.transport)
+        try:
+            link.peer = transport.connect(endpoint, target.offer.descriptors)
+            if target.num_direct:
+                link.direct = self._batch(link, target, slice(0, target.num_direct), unpack(target.src))
+        except TransportError as error:
+            link.obstacle = str(error)
+        return link
+
+    def _batch(self, link: Link, target: Target, rows: slice, src: Column) -> Batch:
+        """Some rows of a link; `src` is where all of its rows are read."""
+        dst, length = unpack(target.dst)[rows], unpack(target.length)[rows]
+        position = unpack(target.position)[rows] if self.settings.digest is DigestPolicy.ON else None
+        return self.transports[link.transport].prepare(link.peer, src[rows], dst, length, position)
+
+    def _make_chunks(self, plan: SendPlan, grids: Sequence[HeldGrid]) -> list[Chunk]:
+        """Chunks in the order in which they are sent. Links that carry the same bytes share them."""
+        alike: dict[tuple[bytes, ...], list[int]] = {}
+        for number, target in enumerate(plan.targets):
+            if target.chunk_ends:
+                key = (target.src, target.length, target.width, target.chunk_ends, target.boxes)
+                alike.setdefault(key, []).append(number)
+        chunks = []
+        for numbers in alike.values():
+            first = plan.targets[numbers[0]]
+            outgoing = Outgoing(first, self.settings, self.converter, grids, ordinary_memory)
+            self._outgoing.append(outgoing)
+            links = tuple(self.links[number] for number in numbers)
+            chunks += [Chunk(outgoing, number, links) for number in range(len(outgoing.layouts))]
+        return sorted(chunks, key=lambda chunk: (chunk.outgoing.groups[chunk.number], chunk.number))
+
+    def _staged_bytes(self, chunk: Chunk) -> int:
+        """Bytes a chunk needs in the ring."""
+        layout = chunk.outgoing.layouts[chunk.number]
+        if self.settings.delta is DeltaPolicy.ON:
+            return -(-layout.max_patch_bytes // 64) * 64
+        return 0 if chunk.outgoing.is_kept else -(-layout.num_bytes // 64) * 64
+
+    def _prepare_chunks(self, plan: SendPlan) -> None:
+        """Register the memory chunks are sent from, and make their batches."""
+        targets = {target.engine: target for target in plan.targets}
+        images = [image for outgoing in self._outgoing for image in outgoing.images]
+        is_delta = self.settings.delta is DeltaPolicy.ON
+        sources = ([] if is_delta else images) + ([self.memory] if self.memory is not None else [])
+        for name in {link.transport for chunk in self.chunks for link in chunk.links if not link.obstacle}:
+            for memory in sources:
+                self._register(name, memory)
+        for number, chunk in enumerate(self.chunks):
+            for link in chunk.links:
+                if link.obstacle:
+                    continue
+                target = targets[link.engine]
+                if is_delta:
+                    link.slots.append(target.slot + chunk.outgoing.patch_begins[chunk.number])
+                    continue
+                rows = chunk.outgoing.rows[chunk.number]
+                src = np.zeros(rows.stop, dtype=np.uint64)
+                src[rows] = chunk.outgoing.layouts[chunk.number].addresses(self.place(number))
+                try:
+                    link.chunks.append(self._batch(link, target, rows, src))
+                except TransportError as error:
+                    link.obstacle = str(error)
+
+    def _register(self, transport: str, memory: Memory) -> None:
+        handle, _ = self.transports[transport].register(memory.address, memory.num_bytes)
+        self._registered.append((transport, handle))
+
+    def place(self, number: int) -> int:
+        """Where a chunk is filled."""
+        chunk = self.chunks[number]
+        if chunk.outgoing.is_kept:
+            return chunk.outgoing.address(chunk.number)
+        return self.staged(number)
+
+    def staged(self, number: int) -> int:
+        """Where a chunk has its place in the ring."""
+        assert self.memory is not None
+        return self.memory.address + self.room.at[number]
+
+    def patch_batch(self, link: Link, number: int, src: int, num_bytes: int) -> Batch:
+        """What the patch of a link's chunk writes."""
+        slot = link.slots[number]
+        position = np.array([slot - link.slots[0]], dtype=np.uint64)
+        where, to, length = (np.array([n], dtype=np.uint64) for n in (src, slot, num_bytes))
+        wanted = position if self.settings.digest is DigestPolicy.ON else None
+        return self.transports[link.transport].prepare(link.peer, where, to, length, wanted)
+
+    def committed(self, version: int) -> None:
+        """Engines hold a version now."""
+        for outgoing in self._outgoing:
+            outgoing.committed(version)
+
+    def close(self) -> None:
+        """Give back what was registered."""
+        for name, handle in self._registered:
+            self.transports[name].deregister(handle)
+        self._registered = []

@@ -1,0 +1,179 @@
+"""How a version leaves a trainer.
+
+Rows that are the same on both sides are posted straight from the weights. Everything else passes stages that overlap:
+
+    amax        the largest magnitudes of a group of matrices, told to the other holders     (FP8)
+    convert     a chunk in the engine's layout and precision
+    delta       its difference to what the engines hold                                      (patches)
+    post        starts writing it, one-sided, to all engine ranks that take it
+    write       until it is there
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from weft.config import DeltaPolicy
+from weft.errors import TransportError
+from weft.runtime.job import Chunk, Job, Link, Sent
+from weft.runtime.messages import Amax
+from weft.runtime.pipeline import Stage, run
+from weft.runtime.sending import Sending
+from weft.transport.base import Batch, Ticket
+
+Posted = list[tuple[int, Ticket]]
+"""Engine ranks and what is being written to them."""
+
+
+def send_version(sending: Sending, job: Job, tell: Callable[[Amax], None]) -> dict[int, Sent]:
+    """Write a version to every engine rank that takes part; one that cannot be reached does not stop the others.
+
+    `tell` sends a message to the controller.
+    """
+    wanted = [link for link in sending.links if link.engine in job.go.engines]
+    sent = {link.engine: Sent(loss=link.obstacle) for link in wanted}
+    direct = _post_all(sending, job, [(link, link.direct) for link in wanted if link.direct is not None], sent)
+    numbers = [n for n, chunk in enumerate(sending.chunks) if any(link.engine in sent for link in chunk.links)]
+    if numbers:
+        _begin_version(sending, job, numbers)
+        run(job.flow, VersionStages(sending, job, numbers, sent, tell).all(releases=not direct))
+        job.peak_staging_bytes = sending.room.peak_bytes
+    _wait_all(job, direct, sent)
+    return sent
+
+
+def _begin_version(sending: Sending, job: Job, numbers: list[int]) -> None:
+    """Tell those who keep versions what each engine rank holds."""
+    holds = dict(zip(job.go.engines, job.go.holds, strict=True))
+    for outgoing in {id(sending.chunks[n].outgoing): sending.chunks[n] for n in numbers}.values():
+        takers = {holds[link.engine] for link in outgoing.links if link.engine in holds}
+        outgoing.outgoing.begin(job.go.version, takers)
+    sending.room.empty()
+    sending.room.skip_to(numbers[0])
+
+
+def _post_all(sending: Sending, job: Job, batches: list[tuple[Link, Batch]], sent: dict[int, Sent]) -> Posted:
+    """Start writes, those over one transport together."""
+    job.flow.check()
+    posted: Posted = []
+    batches = [(link, batch) for link, batch in batches if not sent[link.engine].loss]
+    for name in sorted({link.transport for link, _ in batches}):
+        mine = [(link.engine, batch) for link, batch in batches if link.transport == name]
+        tickets = sending.transports[name].post_all([batch for _, batch in mine], tag=job.go.version + 1)
+        job.tickets += tickets
+        posted += [(engine, ticket) for (engine, _), ticket in zip(mine, tickets, strict=True)]
+    return posted
+
+
+def _wait_all(job: Job, posted: Posted, sent: dict[int, Sent]) -> None:
+    for engine, ticket in posted:
+        try:
+            done = ticket.wait(max(job.deadline - time.monotonic(), 0.0))
+            sent[engine].num_bytes += done.num_bytes
+            sent[engine].digest += done.digest
+        except TransportError as error:
+            sent[engine].loss = sent[engine].loss or str(error)
+
+
+class VersionStages:
+    """Stages of one version; items are the chunks it consists of."""
+
+    def __init__(
+        self, sending: Sending, job: Job, chunks: list[int], sent: dict[int, Sent], tell: Callable[[Amax], None]
+    ) -> None:
+        self._of, self._job, self._numbers, self._sent, self._tell = sending, job, chunks, sent, tell
+        self._is_delta = sending.settings.delta is DeltaPolicy.ON
+        self._scaled: set[int] = set()
+        self._posted: dict[int, tuple[list[tuple[int, Ticket]], float]] = {}
+        self._patch_bytes: dict[int, int] = {}
+        self._last_end = 0.0
+        self._releases = False
+
+    def all(self, *, releases: bool) -> list[Stage]:
+        """In their order. `releases`: whether the weights may change once all chunks are converted."""
+        flow, count = self._job.flow, len(self._numbers)
+        self._releases = releases
+        stages = [Stage("amax", len(self._of.groups), self._find_amax)] if self._of.groups else []
+        stages.append(Stage("convert", count, self._convert, self._can_convert))
+        if self._is_delta:
+            stages.append(Stage("delta", count, self._encode, self._can_encode))
+        stages.append(Stage("post", count, self._post, flow.after(stages[-1].name), is_recorded=False))
+        stages.append(Stage("write", count, self._finish, flow.after("post"), is_recorded=False))
+        return stages
+
+    def _chunk(self, item: int) -> Chunk:
+        return self._of.chunks[self._numbers[item]]
+
+    def _find_amax(self, item: int) -> int:
+        """Find a group's magnitudes and tell the controller those that others need."""
+        group, converter = self._of.groups[item], self._of.converter
+        converter.find_amax(group)
+        cut = converter.cut[group]
+        keys = b"" if group in self._of.told else converter.keys[group].astype("<u8").tobytes()
+        self._of.told.add(group)
+        values = converter.amax(cut).astype("<f4").tobytes()
+        self._tell(Amax(version=self._job.go.version, group=group, keys=keys, values=values))
+        return len(values)
+
+    def _groups(self, item: int) -> list[int]:
+        """Groups whose scales must be known for a chunk, and are not yet in use."""
+        chunk = self._chunk(item)
+        last = chunk.outgoing.groups[chunk.number]
+        return [group for group in self._of.groups if group <= last and group not in self._scaled]
+
+    def _can_convert(self, item: int) -> bool:
+        agreed = all(group in self._job.agreed for group in self._groups(item))
+        return agreed and (self._chunk(item).outgoing.is_kept or self._of.room.is_free(self._numbers[item]))
+
+    def _convert(self, item: int) -> int:
+        number, chunk = self._numbers[item], self._chunk(item)
+        for group in self._groups(item):
+            self._of.converter.agree(group, self._job.agreed[group])
+            self._scaled.add(group)
+        if not chunk.outgoing.is_kept:
+            self._of.room.enter(number)
+        num_bytes = chunk.outgoing.fill(chunk.number, self._of.place(number))
+        if self._releases and item + 1 == len(self._numbers):
+            self._job.on_released()
+        return num_bytes
+
+    def _can_encode(self, item: int) -> bool:
+        return self._job.flow.after("convert")(item) and self._of.room.is_free(self._numbers[item])
+
+    def _encode(self, item: int) -> int:
+        number, chunk = self._numbers[item], self._chunk(item)
+        self._of.room.enter(number)
+        self._patch_bytes[item] = chunk.outgoing.encode(chunk.number, self._of.staged(number))
+        return self._patch_bytes[item]
+
+    def _post(self, item: int) -> int:
+        """Start writing a chunk to every engine rank that takes it."""
+        chunk = self._chunk(item)
+        links = [link for link in chunk.links if link.engine in self._sent and not self._sent[link.engine].loss]
+        batches = [(link, self._batch(link, item)) for link in links]
+        self._posted[item] = _post_all(self._of, self._job, batches, self._sent), time.monotonic()
+        return 0
+
+    def _batch(self, link: Link, item: int) -> Batch:
+        number = self._chunk(item).number
+        if not self._is_delta:
+            return link.chunks[number]
+        num_bytes = self._patch_bytes[item]
+        self._sent[link.engine].sizes.append(num_bytes)
+        return self._of.patch_batch(link, number, self._of.staged(self._numbers[item]), num_bytes)
+
+    def _finish(self, item: int) -> int:
+        """Wait until a chunk was written everywhere; its memory is free then."""
+        number, chunk = self._numbers[item], self._chunk(item)
+        posted, began = self._posted.pop(item)
+        _wait_all(self._job, posted, self._sent)
+        end = time.monotonic()
+        num_bytes = self._patch_bytes.pop(item, chunk.outgoing.layouts[chunk.number].num_bytes) * len(posted)
+        self._job.flow.span("write", max(began, self._last_end), end, num_bytes)
+        self._last_end = end
+        if self._is_delta or not chunk.outgoing.is_kept:
+            self._of.room.leave(number)
+        if item + 1 < len(self._numbers):
+            self._of.room.skip_to(self._numbers[item + 1])
+        return num_bytes
