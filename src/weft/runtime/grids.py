@@ -116,7 +116,7 @@ def _box(plan: Plan, shard: int, address: int, mine: _Rect, rect: _Rect) -> list
     """A rectangle of a shard, as it lies in memory."""
     layout = plan.trainer
     stride = [int(s) for s in layout.strides[shard][:2]]
-    size = int(layout.itemsize[shard])
+    size = int(layout.itemsize[layout.tensor_of[shard]])
     offset = (rect[0][0] - mine[0][0]) * stride[0] + (rect[0][1] - mine[0][1]) * stride[1]
     dtype = DTYPES.index(layout.tensors[layout.tensor_of[shard]].dtype)
     rows, columns = rect[1][0] - rect[0][0], rect[1][1] - rect[0][1]

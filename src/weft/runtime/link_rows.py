@@ -205,7 +205,7 @@ def _boxes(plan: Plan, rows: Ints, places: Places) -> _Boxes:
     number, outer = _outer_coordinates(extent[:, :-2])
     offset = offset[number] + (outer * strides[number, :-2]).sum(axis=1)
     dst_offset = dst_offset[number] + (outer * dst_strides[number, :-2]).sum(axis=1)
-    src_item, dst_item = trainer.itemsize[shard].astype(np.int64), engine.itemsize[dst].astype(np.int64)
+    src_item, dst_item = trainer.itemsize[tensor].astype(np.int64), engine.itemsize[dst].astype(np.int64)
     weight = _weights(trainer)[tensor]
     is_scale = op == Op.SCALE
     boxes = _Boxes(

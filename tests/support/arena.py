@@ -1,0 +1,55 @@
+"""A whole system in one process: a controller, senders and receivers on threads of their own."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Self
+
+from weft.config import TransferSettings
+from weft.runtime.controller import Controller
+from weft.runtime.receiver import Receiver
+from weft.runtime.sender import Publication, Sender
+from weft.runtime.weights import Weights
+
+WAIT_S = 20.0
+
+
+class Arena:
+    """Trainers and engine ranks with these weights."""
+
+    def __init__(self, trainers: Sequence[Weights], engines: Sequence[Weights], **settings: Any) -> None:
+        self._stack = contextlib.ExitStack()
+        defaults = {"beat_s": 0.5, "silence_s": 10.0, "version_s": WAIT_S}
+        self.controller = self._stack.enter_context(
+            Controller(
+                num_trainers=len(trainers),
+                num_engine_ranks=len(engines),
+                settings=TransferSettings(**(defaults | settings)),
+            )
+        )
+        address = self.controller.address
+        self.receivers = [
+            self._stack.enter_context(Receiver(address, rank=rank, weights=weights))
+            for rank, weights in enumerate(engines)
+        ]
+        self.senders = [
+            self._stack.enter_context(Sender(address, rank=rank, weights=weights, timeout_s=WAIT_S))
+            for rank, weights in enumerate(trainers)
+        ]
+
+    def publish(self, version: int) -> list[Publication]:
+        """Publish, commit everywhere, and return the trainers' publications."""
+        publications = [sender.publish(version=version) for sender in self.senders]
+        with ThreadPoolExecutor(len(self.receivers)) as pool:  # in place all engines pause at the same time
+            assert all(pool.map(lambda receiver: receiver.wait(WAIT_S).commit(WAIT_S), self.receivers))
+        for publication in publications:
+            publication.wait_committed(WAIT_S)
+        return publications
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self._stack.close()
