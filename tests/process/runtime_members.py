@@ -11,9 +11,11 @@ import signal
 import time
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 
 from weft.config import TransferSettings
+from weft.core.scaling import QUANT_BLOCK, Scaling
 from weft.core.version import CommitPolicy
 from weft.errors import WeftError
 from weft.runtime.controller import Controller
@@ -80,9 +82,28 @@ def _trainer(
                 pipe.send(f"{type(error).__name__}: {error}")
 
 
-def _engine(pipe: Any, address: str, rank: int, num_ranks: int, shapes: dict[str, tuple[int, ...]]) -> None:
+def _engine_arrays(rank: int, num_ranks: int, shapes: dict[str, tuple[int, ...]], precision: str):
+    """An engine rank's arrays; in `fp8` matrices are quantised and come with the scales of their blocks."""
+    boxes, arrays, weights = _arrays(rank, num_ranks, 1, shapes)
+    if precision == "fp32":
+        return arrays, weights
+    _, parts = parts_of(rank, num_ranks, 1, shapes)
+    for name, shape in shapes.items():
+        if len(shape) == 2:
+            _, columns = boxes[name]
+            first, last = columns.start // QUANT_BLOCK, -(-columns.stop // QUANT_BLOCK)
+            rows = -(-shape[0] // QUANT_BLOCK)
+            arrays[name] = np.zeros(arrays[name].shape, dtype=ml_dtypes.float8_e4m3fn)
+            arrays[f"{name}_scale_inv"] = np.zeros((rows, last - first), dtype=np.float32)
+            parts[f"{name}_scale_inv"] = Part(shape=(rows, -(-shape[1] // QUANT_BLOCK)), lo=(0, first))
+    return arrays, Weights.from_arrays(arrays, parts=parts)
+
+
+def _engine(
+    pipe: Any, address: str, rank: int, num_ranks: int, shapes: dict[str, tuple[int, ...]], precision: str
+) -> None:
     """Serves: polls between steps, answers with its version and weights; notices torn weights by itself."""
-    _, arrays, weights = _arrays(rank, num_ranks, 1, shapes)
+    arrays, weights = _engine_arrays(rank, num_ranks, shapes, precision)
     with Receiver(address, rank=rank, weights=weights) as receiver:
         pipe.send("there")
         while True:
@@ -95,7 +116,12 @@ def _engine(pipe: Any, address: str, rank: int, num_ranks: int, shapes: dict[str
                 if request is None:
                     break
                 version = None if receiver.is_poisoned else receiver.version
-                pipe.send((version, {name: array.copy() for name, array in arrays.items()}))
+                pipe.send((version, {name: _plain(array) for name, array in arrays.items()}))
+
+
+def _plain(array: np.ndarray) -> np.ndarray:
+    """A copy that can be compared; FP8 as its codes."""
+    return (array.view(np.uint8) if array.dtype.itemsize == 1 else array).copy()
 
 
 def _controller(pipe: Any, address: str, options: dict[str, Any]) -> None:
@@ -158,10 +184,11 @@ class Fleet:
         num_engines: int = 2,
         shapes: dict[str, tuple[int, ...]] = SHAPES,
         density: float = 1.0,
+        precision: str = "fp32",
         quorum: int = 0,
         **settings: Any,
     ) -> None:
-        self.shapes, self.density = shapes, density
+        self.shapes, self.density, self.precision = shapes, density, precision
         defaults = {"silence_s": 2.0, "version_s": 10.0, "nixl_devices": "lo"}
         self._options = {
             "num_trainers": num_trainers,
@@ -181,7 +208,7 @@ class Fleet:
         return Process(_trainer, self.address, rank, self._options["num_trainers"], self.shapes, self.density)
 
     def new_engine(self, rank: int) -> Process:
-        return Process(_engine, self.address, rank, self._options["num_engine_ranks"], self.shapes)
+        return Process(_engine, self.address, rank, self._options["num_engine_ranks"], self.shapes, self.precision)
 
     def restart_controller(self) -> None:
         self.controller.close()
@@ -220,10 +247,28 @@ class Fleet:
         whole = checkpoint(version, self.shapes, self.density) if version is not None else None
         for rank, (visible, arrays) in zip(chosen, self.holdings([self.engines[r] for r in chosen]), strict=True):
             boxes, _ = parts_of(rank, len(self.engines), 1, self.shapes)
+            if whole is not None and self.precision == "fp8":
+                self._check_fp8(rank, arrays, whole, boxes)
             assert visible == version, f"engine {rank} serves {visible}, not {version}"
             for name, array in arrays.items():
+                if self.precision == "fp8" and array.ndim == 2:
+                    continue
                 expected = np.zeros_like(array) if whole is None else whole[name][boxes[name]]
                 assert np.array_equal(array, expected), f"{name} on engine {rank}"
+
+    def _check_fp8(self, rank: int, arrays: dict[str, np.ndarray], whole: dict[str, np.ndarray], boxes: Any) -> None:
+        import torch  # noqa: PLC0415 - members import this module, and do not need torch
+
+        from tests.support.fp8_reference import quantized  # noqa: PLC0415
+
+        for name, value in whole.items():
+            if value.ndim == 2:
+                codes, scale = quantized(torch.from_numpy(value), Scaling.BLOCK)
+                columns = boxes[name][1]
+                blocks = slice(columns.start // QUANT_BLOCK, -(-columns.stop // QUANT_BLOCK))
+                expected = codes.view(torch.uint8).numpy()[boxes[name]]
+                assert np.array_equal(arrays[name], expected), f"{name} on engine {rank}"
+                assert np.array_equal(arrays[f"{name}_scale_inv"], scale.numpy()[:, blocks]), f"scales of {name}"
 
     def close(self) -> None:
         for member in (*self.trainers, *self.engines, self.controller):
