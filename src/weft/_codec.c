@@ -488,6 +488,21 @@ static inline __attribute__((always_inline)) void quantize_run(uint32_t width, u
     }
 }
 
+/* The same for finite numbers that stay inside ±448. Adding 2^20 times a number's power of two, or that of the smallest
+ * normal number, leaves its four leading bits in the last places, rounded: the code is those and the exponent. */
+static inline __attribute__((always_inline)) void quantize_bounded(uint32_t width, uint8_t *restrict dst, const void *restrict src, uint64_t count, float factor) {
+    for (uint64_t i = 0; i < count; i++) {
+        Single value = {bits_at(width, src, i)}, magnitude, power, sum;
+        value.number *= factor;
+        magnitude.bits = value.bits & MAGNITUDE;
+        uint32_t exponent = value.bits & INFINITE;
+        exponent = exponent > (121u << 23) ? exponent : 121u << 23;
+        power.bits = exponent + (20u << 23);
+        sum.number = magnitude.number + power.number;
+        dst[i] = (uint8_t)((sum.bits - power.bits + (exponent >> 20) - 121u * 8) | (value.bits >> 24 & 0x80));
+    }
+}
+
 /* Calls for every run of a row that lies in one block: `grid` points to the block's number. */
 #define FOR_RUNS(box, row, column, count, number)                                                                                     \
     for (uint64_t row = 0; row < (box)->rows; row++)                                                                                  \
@@ -513,9 +528,12 @@ static inline __attribute__((always_inline)) uint64_t amax(uint32_t width, const
     return wild;
 }
 
-static inline __attribute__((always_inline)) void quantize(uint32_t width, const Box *box, uint8_t *dst, uint64_t dst_stride) {
+static inline __attribute__((always_inline)) void quantize(uint32_t width, const Box *box, uint8_t *dst, uint64_t dst_stride, int bounded) {
     FOR_RUNS(box, row, column, count, number) {
-        quantize_run(width, dst + row * dst_stride + column, box->src + row * box->src_stride + column * width, count, *number);
+        uint8_t *to = dst + row * dst_stride + column;
+        const void *from = box->src + row * box->src_stride + column * width;
+        if (bounded) quantize_bounded(width, to, from, count, *number);
+        else quantize_run(width, to, from, count, *number);
     }
 }
 
@@ -546,16 +564,17 @@ static PyObject *codec_amax(PyObject *self, PyObject *args) {
     return PyLong_FromUnsignedLongLong(wild);
 }
 
-/* quantize(box, dst, dst stride): the box's numbers are the factors of its blocks */
+/* quantize(box, dst, dst stride, bounded): the box's numbers are the factors of its blocks */
 static PyObject *codec_quantize(PyObject *self, PyObject *args) {
     (void)self;
     Box box;
     PyObject *numbers;
     unsigned long long dst, dst_stride;
-    if (!PyArg_ParseTuple(args, "O!KK:quantize", &PyTuple_Type, &numbers, &dst, &dst_stride) || parse_box(numbers, &box) < 0) return NULL;
+    int bounded;
+    if (!PyArg_ParseTuple(args, "O!KKp:quantize", &PyTuple_Type, &numbers, &dst, &dst_stride, &bounded) || parse_box(numbers, &box) < 0) return NULL;
     Py_BEGIN_ALLOW_THREADS
-    if (box.width == 2) quantize(2, &box, (uint8_t *)(uintptr_t)dst, dst_stride);
-    else quantize(4, &box, (uint8_t *)(uintptr_t)dst, dst_stride);
+    if (box.width == 2) quantize(2, &box, (uint8_t *)(uintptr_t)dst, dst_stride, bounded);
+    else quantize(4, &box, (uint8_t *)(uintptr_t)dst, dst_stride, bounded);
     Py_END_ALLOW_THREADS
     Py_RETURN_NONE;
 }
@@ -592,7 +611,7 @@ static PyObject *codec_cast(PyObject *self, PyObject *args) {
 static PyMethodDef methods[] = {
     {"cast", codec_cast, METH_VARARGS, "cast(src, src stride, dst, dst stride, rows, columns, width): BF16 (width 2) to FP32, or back (4)"},
     {"amax", codec_amax, METH_VARARGS, "amax(box) -> numbers that are not finite"},
-    {"quantize", codec_quantize, METH_VARARGS, "quantize(box, dst, dst stride)"},
+    {"quantize", codec_quantize, METH_VARARGS, "quantize(box, dst, dst stride, bounded)"},
     {"encode", codec_encode, METH_VARARGS, "encode(new, base, width, elements, out, capacity) -> bytes, 0 if they do not fit"},
     {"check", codec_check, METH_VARARGS, "check(patch, bytes, width, elements) -> what is wrong, or None"},
     {"apply", codec_apply, METH_VARARGS, "apply(patch, bytes, width, elements, begin, address, length) -> whether every change had a row"},

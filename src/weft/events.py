@@ -9,6 +9,7 @@ reports are functions of the collected events (`weft.observe`).
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 
@@ -56,3 +57,11 @@ class Recorder:
                 peer=peer,
             )
         )
+
+
+def busy_seconds(events: Iterable[Event]) -> dict[str, float]:
+    """Seconds of all spans of each name."""
+    busy: dict[str, float] = {}
+    for event in events:
+        busy[event.name] = busy.get(event.name, 0.0) + event.duration_s
+    return busy

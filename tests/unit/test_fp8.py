@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support import fp8_reference
 from weft.codec import fp8
 from weft.codec.fp8 import Box, Grid
 from weft.core.scaling import Scaling
@@ -16,15 +17,8 @@ from weft.errors import CodecError
 
 def reference(x: torch.Tensor, grid: Grid) -> tuple[torch.Tensor, torch.Tensor]:
     """Codes and scales in plain torch."""
-    height, width = grid.block
-    down, across = grid.shape
-    padded = torch.zeros(down * height, across * width)
-    padded[: grid.rows, : grid.columns] = x.float()
-    blocks = padded.view(down, height, across, width)
-    amax = torch.where(blocks.isfinite(), blocks.abs(), 0.0).amax(dim=(1, 3))
-    scale = amax.clamp(min=1e-10) / 448
-    codes = (blocks * (1 / scale)[:, None, :, None]).clamp(-448, 448).to(torch.float8_e4m3fn)
-    return codes.view(torch.uint8).reshape(padded.shape)[: grid.rows, : grid.columns], scale
+    codes, scale = fp8_reference.quantized(x, grid.scaling)
+    return codes.view(torch.uint8), scale
 
 
 def box_of(x: torch.Tensor, first: tuple[int, int] = (0, 0)) -> Box:
@@ -38,7 +32,9 @@ def box_of(x: torch.Tensor, first: tuple[int, int] = (0, 0)) -> Box:
     )
 
 
-def quantized(parts: list[tuple[torch.Tensor, tuple[int, int]]], grid: Grid) -> tuple[np.ndarray, np.ndarray]:
+def quantized(
+    parts: list[tuple[torch.Tensor, tuple[int, int]]], grid: Grid, *, is_bounded: bool = False
+) -> tuple[np.ndarray, np.ndarray]:
     """Each part by a holder of its own, who knows of the others only the largest magnitudes."""
     partial = []
     for part, first in parts:
@@ -48,9 +44,8 @@ def quantized(parts: list[tuple[torch.Tensor, tuple[int, int]]], grid: Grid) -> 
     scale = fp8.scales(np.maximum.reduce(partial))
     codes = np.zeros((grid.rows, grid.columns), dtype=np.uint8)
     for part, (row, column) in parts:
-        fp8.quantize(
-            box_of(part, (row, column)), grid, scale, codes.ctypes.data + row * grid.columns + column, grid.columns
-        )
+        dst = codes.ctypes.data + row * grid.columns + column
+        fp8.quantize(box_of(part, (row, column)), grid, scale, dst, grid.columns, is_bounded=is_bounded)
     return codes, scale
 
 
@@ -63,6 +58,7 @@ def quantized(parts: list[tuple[torch.Tensor, tuple[int, int]]], grid: Grid) -> 
     spread=st.sampled_from([0.0, 1.0, 8.0]),
     seed=st.integers(0, 2**31),
     cuts=st.lists(st.integers(0, 300), max_size=3),
+    is_bounded=st.booleans(),
 )
 @settings(max_examples=60, deadline=None)
 def test_any_cut_by_rows_gives_the_reference(
@@ -74,6 +70,7 @@ def test_any_cut_by_rows_gives_the_reference(
     spread: float,
     seed: int,
     cuts: list[int],
+    is_bounded: bool,
 ) -> None:
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(rows, columns, generator=generator) * torch.exp(torch.randn(rows, 1, generator=generator) * spread)
@@ -85,7 +82,7 @@ def test_any_cut_by_rows_gives_the_reference(
     with pytest.MonkeyPatch.context() as patched:
         if not compiled:
             patched.setattr(fp8, "_codec", None)
-        codes, scale = quantized(parts, grid)
+        codes, scale = quantized(parts, grid, is_bounded=is_bounded)
     wanted_codes, wanted_scale = reference(x, grid)
     assert (torch.from_numpy(codes) == wanted_codes).all()
     assert (torch.from_numpy(scale) == wanted_scale).all()

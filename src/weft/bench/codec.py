@@ -202,7 +202,7 @@ def _measure_fp8(bench: Bench, new: Bytes) -> None:
     fp8.add_amax(box, grid, amax)
 
     def quantize() -> None:
-        fp8.quantize(box, grid, fp8.scales(amax), int(codes.ctypes.data), side)
+        fp8.quantize(box, grid, fp8.scales(amax), int(codes.ctypes.data), side, is_bounded=True)
 
     def exact() -> bool:
         values = (matrix.view(np.uint16).astype(np.uint32) << np.uint32(16)).view(np.float32).reshape(-1, side)[:256]

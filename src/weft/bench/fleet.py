@@ -19,7 +19,16 @@ START_S = 0.05
 class Fleet:
     """Trainers and engine ranks of one case, as processes."""
 
-    def __init__(self, *, num_trainers: int, num_engine_ranks: int, num_parts: int, model: str, device: str) -> None:
+    def __init__(
+        self,
+        *,
+        num_trainers: int,
+        num_engine_ranks: int,
+        num_parts: int,
+        model: str,
+        device: str,
+        precision: str = "bf16",
+    ) -> None:
         self.num_trainers, self.num_engine_ranks = num_trainers, num_engine_ranks
         port = _free_port()
         context = multiprocessing.get_context("spawn")
@@ -37,6 +46,7 @@ class Fleet:
                     model=model,
                     device=device,
                     port=port,
+                    precision=precision,
                 )
                 process = context.Process(target=serve, args=(theirs, setup), daemon=True)
                 process.start()

@@ -11,6 +11,7 @@ import zlib
 from collections.abc import Iterator, Mapping
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from weft.core.catalog import build_model, load_model
 from weft.core.model import Model
@@ -20,6 +21,7 @@ from weft.runtime.weights import Held, Part, Weights
 VERSION_STEP = 7919
 PERIOD, ROW_SHIFT = 100, 31
 _MULTIPLIER = 2_654_435_761
+_FACTORS = (1.0, -2.0, 4.0)
 
 
 SMALLEST = "smallest"
@@ -52,19 +54,55 @@ def module_of(shapes: Mapping[str, tuple[int, ...]], device: str) -> torch.nn.Mo
     arena = torch.empty(sum(sizes), dtype=torch.bfloat16, device=device) if device.startswith("cuda") else None
     start = 0
     for name, shape in shapes.items():
-        *path, leaf = name.split(".")
-        node = root
-        for part in path:
-            if not hasattr(node, part):
-                node.add_module(part, torch.nn.Module())
-            node = node.get_submodule(part)
         if arena is None:
             empty = torch.empty(shape, dtype=torch.bfloat16, device=device)
         else:
             empty = arena[start : start + torch.Size(shape).numel()].view(shape)
             start += empty.numel()
-        node.register_parameter(leaf, torch.nn.Parameter(empty, requires_grad=False))
+        put(root, name, empty)
     return root
+
+
+def put(root: torch.nn.Module, name: str, tensor: torch.Tensor) -> None:
+    """Make a tensor a parameter of a module tree, under a dotted name."""
+    *path, leaf = name.split(".")
+    node = root
+    for part in path:
+        if not hasattr(node, part):
+            node.add_module(part, torch.nn.Module())
+        node = node.get_submodule(part)
+    node.register_parameter(leaf, torch.nn.Parameter(tensor, requires_grad=False))
+
+
+def fill_normal(module: torch.nn.Module) -> None:
+    """Give a module's parameters, FSDP2 shards by rows or whole ones, the numbers of version 0."""
+    for name, parameter in module.named_parameters():
+        whole = normal(name, tuple(parameter.shape), 0)
+        local = parameter.to_local() if isinstance(parameter, DTensor) else parameter.data
+        first = first_row(parameter)
+        local.copy_(whole[first : first + local.shape[0]])
+
+
+def first_row(parameter: torch.Tensor) -> int:
+    """Where this rank's rows of a parameter begin."""
+    if not isinstance(parameter, DTensor):
+        return 0
+    rows, ranks = parameter.shape[0], parameter.device_mesh.size()
+    return min(parameter.device_mesh.get_local_rank() * -(-rows // ranks), rows)
+
+
+def advance_normal(weights: torch.nn.Module, version: int) -> None:
+    """From the version before to this one: times a power of two, so that nothing is rounded."""
+    for parameter in weights.parameters():
+        local = parameter.to_local() if isinstance(parameter, DTensor) else parameter.data
+        local.mul_(_FACTORS[version % 3] / _FACTORS[(version - 1) % 3])
+
+
+def normal(name: str, shape: tuple[int, ...], version: int) -> torch.Tensor:
+    """A tensor like those of a trained model, BF16, the same in every process."""
+    generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+    whole = torch.randn(shape, generator=generator).mul_(0.02).to(torch.bfloat16)
+    return whole.mul_(_FACTORS[version % 3])
 
 
 def whole_shapes(model: Model) -> dict[str, tuple[int, ...]]:

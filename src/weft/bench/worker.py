@@ -18,10 +18,13 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
-from weft.bench import baselines, limits, payload
+from weft.bench import baselines, gathering, limits, payload
+from weft.bench.limited import LimitedShm
+from weft.events import busy_seconds
 from weft.integrations.torch import weights_of
+from weft.runtime.pipeline import run, run_in_turn
 from weft.runtime.receiver import Receiver
-from weft.runtime.sender import Sender
+from weft.runtime.sender import Publication, Sender
 from weft.runtime.weights import Weights
 
 WAIT_S = 120.0
@@ -40,6 +43,8 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
     device: str
     port: int
     """Where the torch process group of all workers meets."""
+    precision: str = "bf16"
+    """Of engines: `bf16` or `fp8`, where matrices come with the scales of their blocks."""
 
 
 class Member:
@@ -75,6 +80,8 @@ class Trainer(Member):
         self.weights = weights_of(self.module)
         payload.fill(self.weights, 0)
         self.sender: Sender | None = None
+        self.gathered: gathering.QuantizedShare | None = None
+        self._last: Publication | None = None
 
     def advance(self) -> None:
         """The next version's contents."""
@@ -93,9 +100,45 @@ class Trainer(Member):
         assert self.sender is not None
         sleep_until(start)
         began = time.monotonic()
-        publication = self.sender.publish(version=version)
+        self._last = publication = self.sender.publish(version=version)
         publication.wait_committed(WAIT_S)
         return began, time.monotonic(), publication.write_s or 0.0
+
+    def fill_normal(self) -> None:
+        """Numbers like those of a trained model."""
+        payload.fill_normal(self.module)
+
+    def advance_normal(self, version: int) -> None:
+        """The next version of them."""
+        payload.advance_normal(self.module, version)
+
+    def last_sending(self) -> dict[str, Any]:
+        """Of the last version: seconds each stage was busy, and the most bytes that were staged."""
+        assert self._last is not None
+        return {"stages": busy_seconds(self._last.events), "peak_staging_bytes": self._last.peak_staging_bytes}
+
+    def open_limited(self, address: str, bytes_per_s: float, *, in_turn: bool) -> None:
+        """Become a weft sender behind a slow link; its stages overlap, or are run in turn."""
+        link = LimitedShm(f"trainer {self.setup.rank}", writer=self.setup.rank, bytes_per_s=bytes_per_s)
+        self.sender = Sender(address, rank=self.setup.rank, weights=self.weights, transport=link, timeout_s=WAIT_S)
+        self.sender.run_stages = run_in_turn if in_turn else run
+
+    def open_quantized(self, address: str) -> None:
+        """Become a sender of what `gather_and_quantize` makes."""
+        self.gathered = gathering.QuantizedShare(self.module, self.model, self.groups)
+        self.sender = Sender(address, rank=self.setup.rank, weights=self.gathered.weights, timeout_s=WAIT_S)
+
+    def gather_and_publish(self, version: int, start: float) -> tuple[float, float, float]:
+        """Gather full tensors, quantise this rank's share of them, publish it: begin, end, seconds before sending."""
+        assert self.sender is not None
+        assert self.gathered is not None
+        dist.barrier(group=self.groups.trainers)
+        sleep_until(start)
+        began = time.monotonic()
+        self.gathered.make()
+        made = time.monotonic()
+        self.sender.publish(version=version).wait_committed(WAIT_S)
+        return began, time.monotonic(), made - began
 
     def shut(self) -> None:
         """Stop being a sender."""
@@ -152,9 +195,12 @@ class Engine(Member):
         super().__init__(setup)
         self.part = setup.rank % setup.num_parts
         self.parts = payload.engine_parts(self.model, num_parts=setup.num_parts, part=self.part)
-        self.module = payload.module_of({name: extent for name, (_, extent) in self.parts.items()}, setup.device)
+        if setup.precision == "fp8":
+            self.module, self.parts = gathering.quantized_engine(self.model)
+        else:
+            self.module = payload.module_of({name: extent for name, (_, extent) in self.parts.items()}, setup.device)
         for parameter in self.module.parameters():
-            parameter.zero_()
+            parameter.view(torch.uint8).zero_()
         self.receiver: Receiver | None = None
         self._buffer: np.ndarray[Any, Any] | None = None
 
@@ -187,10 +233,14 @@ class Engine(Member):
         """Whether the live weights are exactly a version, after some small steps."""
         return payload.is_version(self.live_weights(), version, steps)
 
+    def verify_fp8(self, version: int) -> bool:
+        """Whether everything is exactly what quantising whole tensors gives."""
+        return gathering.is_quantized(self.module, self.model, version)
+
     def spoil(self) -> None:
         """Forget the weights, so that a method that moves nothing cannot pass."""
         for parameter in self.module.parameters():
-            parameter.fill_(-1.0)
+            parameter.view(torch.uint8).fill_(0xBF)
 
     def buffer(self, num_bytes: int) -> tuple[int, int]:
         """Ordinary memory another process may write to: the process and the address."""

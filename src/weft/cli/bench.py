@@ -88,6 +88,85 @@ def codec_command(
     out.print(table)
 
 
+@bench_app.command("fp8")
+def fp8_command(
+    model: Annotated[str, typer.Option(help="Whose tensor shapes to quantise and move.")] = "qwen2.5-0.5b",
+    trainers: Annotated[int, typer.Option(min=1, max=64, help="FSDP2 ranks.")] = 4,
+    repeat: Annotated[int, typer.Option(min=1, max=1000, help="Versions per method; medians are shown.")] = 5,
+    as_json: Json = False,
+) -> None:
+    """BF16 shards to an FP8 engine: exchanging magnitudes beside gathering full tensors."""
+    try:
+        from weft.bench.fp8 import measure  # noqa: PLC0415 - torch only where it is needed
+    except ModuleNotFoundError as error:
+        raise TransportUnavailable(f"the benchmark needs {error.name}", hint="pip install weft[bench]") from error
+    logging.disable(logging.WARNING)  # members that leave are no news here
+    with progress() as say:
+        report = measure(model, num_trainers=trainers, repeat=repeat, say=_tell(say))
+    if as_json:
+        print_json(report.to_json())
+        return
+    title = f"{report.model}, {report.num_trainers} trainers, {report.source_bytes / 1e6:.0f} MB of BF16 to FP8"
+    table = Table(title=title, title_justify="left")
+    for name in ("method", "ms", "before sending ms", "between trainers MB", "to the engine MB", "exact"):
+        table.add_column(name, justify="left" if name == "method" else "right")
+    for row in report.rows:
+        table.add_row(
+            row.method,
+            f"{row.seconds * 1e3:.0f}",
+            f"{row.before_sending_s * 1e3:.0f}",
+            f"{row.exchanged_bytes / 1e6:.3f}",
+            f"{row.wire_bytes / 1e6:.0f}",
+            "yes" if row.exact else "NO",
+        )
+    out.print(table)
+
+
+@bench_app.command("pipeline")
+def pipeline_command(
+    model: Annotated[str, typer.Option(help="Whose tensor shapes to quantise and move.")] = "qwen2.5-0.5b",
+    chunk_mib: Annotated[int, typer.Option(min=1, max=1024, help="Chunks of this many MiB.")] = 8,
+    staging_mib: Annotated[int, typer.Option(min=4, max=1 << 20, help="The watermark, in MiB.")] = 64,
+    repeat: Annotated[int, typer.Option(min=1, max=1000, help="Versions per method; medians are shown.")] = 5,
+    as_json: Json = False,
+) -> None:
+    """Stages of sending over a slow link: one after the other, and overlapped."""
+    try:
+        from weft.bench.pipeline import measure  # noqa: PLC0415 - torch only where it is needed
+    except ModuleNotFoundError as error:
+        raise TransportUnavailable(f"the benchmark needs {error.name}", hint="pip install weft[bench]") from error
+    logging.disable(logging.WARNING)  # members that leave are no news here
+    with progress() as say:
+        report = measure(model, repeat=repeat, chunk_mib=chunk_mib, staging_mib=staging_mib, say=_tell(say))
+    if as_json:
+        print_json(report.to_json())
+        return
+    table = Table(title=f"{report.model}, one trainer, one engine", title_justify="left")
+    for name in (
+        "what",
+        "link GB/s",
+        "stages alone, ms",
+        "in turn ms",
+        "overlapped ms",
+        "of slowest",
+        "staged",
+        "exact",
+    ):
+        table.add_column(name, justify="left" if name in ("what", "stages alone, ms") else "right")
+    for row in report.rows:
+        table.add_row(
+            row.what,
+            f"{row.link_gb_per_s:.2f}",
+            ", ".join(f"{name} {seconds * 1e3:.0f}" for name, seconds in row.stages_s.items()),
+            f"{row.serial_s * 1e3:.0f}",
+            f"{row.overlapped_s * 1e3:.0f}",
+            f"{row.of_slowest_stage:.2f}",
+            f"{row.peak_staging_bytes / 2**20:.1f} of {row.watermark_bytes / 2**20:.0f} MiB",
+            "yes" if row.exact else "NO",
+        )
+    out.print(table)
+
+
 def _codec_report(device: str, num_bytes: int, density: float, repeat: int, say: Callable[[str], None]) -> CodecReport:
     try:
         if memory_kind(device) == "cpu":

@@ -174,7 +174,8 @@ class CpuConverter:
                     columns=box.columns,
                 )
                 grid = self._grids[box.grid].grid
-                fp8.quantize(part, grid, self.spread.view(self._scale, box.grid), to, row_bytes)
+                scale = self.spread.view(self._scale, box.grid)
+                fp8.quantize(part, grid, scale, to, row_bytes, is_bounded=not self._allow_nonfinite)
             case Op.SCALE:
                 scale = self.spread.view(self._scale, box.grid)
                 rows = slice(box.first_row, box.first_row + box.rows)

@@ -87,12 +87,15 @@ def scales(amax: Floats) -> Floats:
     return (np.maximum(amax, SMALLEST_AMAX) / LARGEST).astype(np.float32, copy=False)
 
 
-def quantize(box: Box, grid: Grid, scale: Floats, dst: int, dst_stride: int) -> None:
-    """Write a part of the matrix as FP8 to `dst`, rows `dst_stride` bytes apart."""
+def quantize(box: Box, grid: Grid, scale: Floats, dst: int, dst_stride: int, *, is_bounded: bool = False) -> None:
+    """Write a part of the matrix as FP8 to `dst`, rows `dst_stride` bytes apart.
+
+    `is_bounded`: all numbers are finite, and scales come from their magnitudes; that is faster.
+    """
     _check(box, grid, scale)
     factor = np.float32(1.0) / scale
     if _codec is not None:
-        _codec.quantize(_numbers(box, grid, factor), dst, dst_stride)
+        _codec.quantize(_numbers(box, grid, factor), dst, dst_stride, is_bounded)
         return
     values = _values(box) * _spread(box, grid, factor)
     matrix_view(dst, dst_stride, box.rows, box.columns, "u1")[:] = to_e4m3(np.clip(values, -LARGEST, LARGEST))

@@ -43,8 +43,9 @@ from weft.runtime.messages import (
     Want,
     Written,
 )
+from weft.runtime.pipeline import run
 from weft.runtime.sending import Sending
-from weft.runtime.stages import send_version
+from weft.runtime.stages import RunStages, send_version
 from weft.runtime.transports import OpenTransports
 from weft.runtime.weights import Held, Weights
 from weft.transport.base import Batch, Transport
@@ -140,6 +141,8 @@ class Sender:
         self._lock = threading.Lock()
         self._error: WeftError | None = None
         self._sending: Sending | None = None
+        self.run_stages: RunStages = run
+        """How stages are run: overlapping, unless somebody measures what that is worth."""
         self._publications: dict[int, Publication] = {}
         self._last: int | None = None
         self._last_begun: int | None = None
@@ -211,7 +214,7 @@ class Sender:
             publication._begin(job)
             self._work.synchronize()  # what the trainer queued before it published must be in memory
             assert self._sending is not None
-            sent = send_version(self._sending, job, self._control.post)
+            sent = send_version(self._sending, job, self._control.post, self.run_stages)
             written = self._report(go.version, sent)
             publication.write_s = time.monotonic() - began
         finally:

@@ -12,13 +12,13 @@ Rows that are the same on both sides are posted straight from the weights. Every
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from weft.config import DeltaPolicy
 from weft.errors import TransportError
 from weft.runtime.job import Chunk, Job, Link, Sent
 from weft.runtime.messages import Amax
-from weft.runtime.pipeline import Stage, run
+from weft.runtime.pipeline import Flow, Stage, run
 from weft.runtime.sending import Sending
 from weft.transport.base import Batch, Ticket
 
@@ -26,7 +26,12 @@ Posted = list[tuple[int, Ticket]]
 """Engine ranks and what is being written to them."""
 
 
-def send_version(sending: Sending, job: Job, tell: Callable[[Amax], None]) -> dict[int, Sent]:
+RunStages = Callable[[Flow, Sequence[Stage]], None]
+
+
+def send_version(
+    sending: Sending, job: Job, tell: Callable[[Amax], None], run_stages: RunStages = run
+) -> dict[int, Sent]:
     """Write a version to every engine rank that takes part; one that cannot be reached does not stop the others.
 
     `tell` sends a message to the controller.
@@ -37,7 +42,7 @@ def send_version(sending: Sending, job: Job, tell: Callable[[Amax], None]) -> di
     numbers = [n for n, chunk in enumerate(sending.chunks) if any(link.engine in sent for link in chunk.links)]
     if numbers:
         _begin_version(sending, job, numbers)
-        run(job.flow, VersionStages(sending, job, numbers, sent, tell).all(releases=not direct))
+        run_stages(job.flow, VersionStages(sending, job, numbers, sent, tell).all(releases=not direct))
         job.peak_staging_bytes = sending.room.peak_bytes
     _wait_all(job, direct, sent)
     return sent

@@ -1,0 +1,157 @@
+"""Stages overlap, memory is bounded by bytes, the first error ends everything, and magnitudes are agreed on."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from weft.errors import ConfigError, ProtocolError, TransferTimeout, VersionError, WeftError
+from weft.events import busy_seconds
+from weft.runtime.amax import AmaxExchange
+from weft.runtime.pipeline import Flow, Room, Stage, run, run_in_turn
+
+RUNNERS = [run, run_in_turn]
+
+
+def soon() -> float:
+    return time.monotonic() + 20.0
+
+
+@given(sizes=st.lists(st.integers(0, 40), max_size=60), capacity=st.integers(40, 100))
+def test_chunks_in_a_room_never_overlap(sizes, capacity):
+    room = Room(sizes, capacity)
+    inside: dict[int, tuple[int, int]] = {}
+    next_out = 0
+    for number, size in enumerate(sizes):
+        while not room.is_free(number):
+            room.leave(next_out)
+            del inside[next_out]
+            next_out += 1
+        mine = (room.at[number], room.at[number] + size)
+        assert mine[1] <= capacity
+        assert all(end <= mine[0] or mine[1] <= begin for begin, end in inside.values() if begin < end)
+        room.enter(number)
+        inside[number] = mine
+        assert room.occupied_bytes == sum(end - begin for begin, end in inside.values()) <= capacity
+    assert room.peak_bytes <= capacity
+
+
+def test_a_chunk_that_does_not_fit_is_refused():
+    with pytest.raises(ConfigError, match="a chunk of 41 bytes in staging memory of 40"):
+        Room([1, 41], 40)
+
+
+@pytest.mark.parametrize("runner", RUNNERS)
+def test_every_item_passes_all_stages_in_order(runner):
+    flow, seen = Flow(soon()), []
+    lock = threading.Lock()
+
+    def work(name: str):
+        def note(number: int) -> int:
+            with lock:
+                seen.append((name, number))
+            return 10
+
+        return note
+
+    runner(flow, [Stage("a", 5, work("a")), Stage("b", 5, work("b"), flow.after("a"))])
+    assert [number for name, number in seen if name == "a"] == list(range(5))
+    assert [number for name, number in seen if name == "b"] == list(range(5))
+    assert all(seen.index(("a", n)) < seen.index(("b", n)) for n in range(5))
+    assert sum(event.num_bytes for event in flow.recorder.events) == 100
+    assert set(busy_seconds(flow.recorder.events)) == {"a", "b"}
+
+
+@pytest.mark.parametrize("runner", RUNNERS)
+def test_items_wait_for_room(runner):
+    flow = Flow(soon())
+    room = Room([40] * 10, 100)
+
+    def fill(number: int) -> int:
+        room.enter(number)
+        return 40
+
+    def send(number: int) -> int:
+        room.leave(number)
+        return 40
+
+    runner(flow, [Stage("fill", 10, fill, room.is_free), Stage("send", 10, send, flow.after("fill"))])
+    assert 40 <= room.peak_bytes <= 100
+    assert room.occupied_bytes == 0
+
+
+def test_the_first_error_ends_all_stages_and_is_the_one_that_is_raised():
+    flow = Flow(soon())
+
+    def fail(number: int) -> int:
+        if number == 2:
+            raise VersionError("the first")
+        return 0
+
+    def never(_: int) -> bool:
+        return False
+
+    stages = [Stage("a", 5, fail), Stage("b", 5, lambda _: 0, flow.after("a")), Stage("c", 1, lambda _: 0, never)]
+    with pytest.raises(VersionError, match="the first"):
+        run(flow, stages)
+    assert not [thread for thread in threading.enumerate() if thread.name in ("weft-a", "weft-b", "weft-c")]
+
+
+def test_a_defect_in_a_stage_is_reported_as_one():
+    def break_down(_: int) -> int:
+        raise KeyError("oops")
+
+    with pytest.raises(ProtocolError, match="KeyError in stage a: 'oops'"):
+        run(Flow(soon()), [Stage("a", 1, break_down)])
+
+
+def test_nobody_waits_beyond_the_deadline():
+    with pytest.raises(TransferTimeout, match="trainer 3 still waits for a of chunk 0"):
+        run(Flow(time.monotonic() + 0.05, member="trainer 3"), [Stage("a", 1, lambda _: 0, lambda _: False)])
+
+
+def test_whoever_gives_a_version_up_ends_its_stages():
+    flow = Flow(soon())
+    timer = threading.Timer(0.05, flow.stop, [VersionError("given up")])
+    timer.start()
+    with pytest.raises(WeftError, match="given up"):
+        run(flow, [Stage("a", 1, lambda _: 0, lambda _: False)])
+
+
+def floats(*values: float) -> np.ndarray:
+    return np.array(values, dtype=np.float32)
+
+
+def keys(*values: int) -> np.ndarray:
+    return np.array(values, dtype=np.uint64)
+
+
+def test_holders_get_the_largest_of_all():
+    exchange = AmaxExchange({0: frozenset({0, 1, 2})})
+    assert exchange.add(1, 0, 0, keys(5, 7), floats(1.0, 2.0)) == {}
+    assert exchange.add(1, 1, 0, keys(7, 9), floats(3.0, 4.0)) == {}
+    answer = exchange.add(1, 2, 0, keys(), floats())
+    assert {trainer: values.tolist() for trainer, values in answer.items()} == {0: [1.0, 3.0], 1: [3.0, 4.0], 2: []}
+    assert exchange.num_bytes == 2 * 16
+    answer = {}
+    for trainer, found in ((2, floats()), (0, floats(9.0, 1.0)), (1, floats(0.5, 0.25))):  # keys are known
+        answer = exchange.add(2, trainer, 0, keys(), found)
+    assert answer[1].tolist() == [1.0, 0.25]
+
+
+def test_what_was_not_planned_is_refused():
+    exchange = AmaxExchange({0: frozenset({0, 1})})
+    exchange.add(1, 0, 0, keys(5), floats(1.0))
+    for trainer, group, which, found in (
+        (0, 0, keys(5), floats(1.0)),  # twice
+        (2, 0, keys(5), floats(1.0)),  # no holder
+        (1, 3, keys(5), floats(1.0)),  # no such group
+        (1, 0, keys(5), floats(1.0, 2.0)),  # other blocks
+    ):
+        with pytest.raises(VersionError, match="not as planned"):
+            exchange.add(1, trainer, group, which, found)
