@@ -30,6 +30,8 @@ bench: $(VENV)/.dev                 ## planning and transfers on this machine, w
 	$(BIN)/python benchmarks/planning.py
 	$(BIN)/python benchmarks/transfer.py
 	$(BIN)/python benchmarks/codec.py
+	$(BIN)/python benchmarks/fp8.py
+	$(BIN)/python benchmarks/pipeline.py
 	$(BIN)/python benchmarks/sparsity.py
 
 docs: $(VENV)/.dev                  ## refresh the generated tables in README.md and docs/

@@ -43,11 +43,11 @@ def quantized_engine(model: Model) -> tuple[torch.nn.Module, Parts]:
     return module, parts
 
 
-def is_quantized(module: torch.nn.Module, model: Model, version: int) -> bool:
+def is_quantized(module: torch.nn.Module, model: Model, version: int, steps: int) -> bool:
     """Whether an engine holds what the reference (weft/codec/fp8.py), in plain torch, makes of whole tensors."""
     names = quantized_names(model)
     for tensor in model.policy_tensors:
-        whole = payload.normal(tensor.name, tensor.shape, version)
+        whole = payload.normal(tensor.name, tensor.shape, version, steps)
         found = module.get_parameter(tensor.name)
         if tensor.name not in names:
             if not torch.equal(found, whole):

@@ -22,6 +22,7 @@ VERSION_STEP = 7919
 PERIOD, ROW_SHIFT = 100, 31
 _MULTIPLIER = 2_654_435_761
 _FACTORS = (1.0, -2.0, 4.0)
+_STRIDE = 37
 
 
 SMALLEST = "smallest"
@@ -98,10 +99,20 @@ def advance_normal(weights: torch.nn.Module, version: int) -> None:
         local.mul_(_FACTORS[version % 3] / _FACTORS[(version - 1) % 3])
 
 
-def normal(name: str, shape: tuple[int, ...], version: int) -> torch.Tensor:
-    """A tensor like those of a trained model, BF16, the same in every process."""
+def advance_some_normal(module: torch.nn.Module, step: int) -> None:
+    """One element in PERIOD changes its sign, other ones at every step."""
+    for parameter in module.parameters():
+        local = parameter.to_local() if isinstance(parameter, DTensor) else parameter.data
+        before = first_row(parameter) * (parameter.numel() // max(parameter.shape[0], 1))
+        local.view(-1)[(step * _STRIDE - before) % PERIOD :: PERIOD].neg_()
+
+
+def normal(name: str, shape: tuple[int, ...], version: int, steps: int = 0) -> torch.Tensor:
+    """A tensor like those of a trained model, BF16, the same in every process; after some small steps."""
     generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
     whole = torch.randn(shape, generator=generator).mul_(0.02).to(torch.bfloat16)
+    for step in range(1, steps + 1):
+        whole.view(-1)[step * _STRIDE % PERIOD :: PERIOD].neg_()
     return whole.mul_(_FACTORS[version % 3])
 
 

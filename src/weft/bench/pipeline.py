@@ -81,6 +81,7 @@ class _Run:
     say: Say
     repeat: int
     version: int = 0
+    steps: int = 0
 
     def row(self, what: str, settings: TransferSettings) -> PipelineRow:
         """Measure one kind of transfer."""
@@ -104,8 +105,16 @@ class _Run:
             of_serial=overlapped["seconds"] / serial["seconds"],
             peak_staging_bytes=overlapped["peak_staging_bytes"],
             watermark_bytes=settings.staging_bytes,
-            exact=all(self.fleet.call("engine", "verify_fp8", version=self.version)),
+            exact=all(self.fleet.call("engine", "verify_fp8", version=self.version, steps=self.steps)),
         )
+
+    def _advance(self, *, small: bool) -> None:
+        if small:
+            self.steps += 1
+            self.fleet.call("trainer", "advance_some_normal", step=self.steps)
+        else:
+            self.version += 1
+            self.fleet.call("trainer", "advance_normal", version=self.version)
 
     def _publish(self, settings: TransferSettings, bytes_per_s: float, *, in_turn: bool) -> tuple[dict[str, Any], int]:
         """Medians over some versions, and the bytes of the last."""
@@ -115,11 +124,12 @@ class _Run:
             self.fleet.call(
                 "trainer", "open_limited", address=controller.address, bytes_per_s=bytes_per_s, in_turn=in_turn
             )
-            for _ in range(WARM_UP + self.repeat):
-                self.version += 1
-                self.fleet.call("trainer", "advance_normal", version=self.version)
+            for number in range(WARM_UP + self.repeat):
+                self._advance(small=settings.delta is DeltaPolicy.ON and number >= WARM_UP)
                 receiving = self.fleet.ask("engine", "receive")
-                publishing = self.fleet.ask("trainer", "publish", version=self.version, start=self.fleet.soon())
+                publishing = self.fleet.ask(
+                    "trainer", "publish", version=self.version + self.steps, start=self.fleet.soon()
+                )
                 spans = self.fleet.answers(publishing, receiving)[0]
                 found.append({"seconds": spans[0][2], **self.fleet.call("trainer", "last_sending")[0]})
             wire_bytes = controller.statistics().last_wire_bytes

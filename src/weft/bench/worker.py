@@ -112,6 +112,10 @@ class Trainer(Member):
         """The next version of them."""
         payload.advance_normal(self.module, version)
 
+    def advance_some_normal(self, step: int) -> None:
+        """The next version of them, one percent of which is new."""
+        payload.advance_some_normal(self.module, step)
+
     def last_sending(self) -> dict[str, Any]:
         """Of the last version: seconds each stage was busy, and the most bytes that were staged."""
         assert self._last is not None
@@ -233,9 +237,9 @@ class Engine(Member):
         """Whether the live weights are exactly a version, after some small steps."""
         return payload.is_version(self.live_weights(), version, steps)
 
-    def verify_fp8(self, version: int) -> bool:
+    def verify_fp8(self, version: int, steps: int = 0) -> bool:
         """Whether everything is exactly what quantising whole tensors gives."""
-        return gathering.is_quantized(self.module, self.model, version)
+        return gathering.is_quantized(self.module, self.model, version, steps)
 
     def spoil(self) -> None:
         """Forget the weights, so that a method that moves nothing cannot pass."""

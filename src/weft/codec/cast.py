@@ -28,7 +28,7 @@ def cast(
     values = matrix_view(src, src_stride, rows, columns, KINDS[src_dtype])
     wide = _from_bf16(values) if src_dtype == "bf16" else values.astype(np.float32)
     target = matrix_view(dst, dst_stride, rows, columns, KINDS[dst_dtype])
-    with np.errstate(over="ignore"):
+    with np.errstate(over="ignore", invalid="ignore"):
         target[...] = _to_bf16(wide) if dst_dtype == "bf16" else wide
 
 

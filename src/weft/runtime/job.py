@@ -21,12 +21,17 @@ class Link:
     transport: str
     peer: str = ""
     obstacle: str = ""
-    direct: Batch | None = None
-    """Rows that go straight from the weights."""
+    direct: list[Batch] = field(default_factory=list)
+    """Rows that go straight from the weights: all at once, or some with every chunk, so that neither waits."""
     chunks: list[Batch] = field(default_factory=list)
     """What each chunk writes; empty for patches, which differ."""
     slots: list[int] = field(default_factory=list)
     """Where the patch of each chunk goes."""
+
+    @property
+    def has_chunks(self) -> bool:
+        """Whether anything changes on the way."""
+        return bool(self.chunks or self.slots)
 
 
 @dataclass(slots=True)

@@ -65,10 +65,10 @@ def link_rows(plan: Plan, rows: Ints, places: Places, *, is_imaged: bool, chunk_
     copies = _copies(plan, rows[op == Op.COPY], places)
     if (op == Op.COPY).all() and not is_imaged:
         return _link([copies], num_direct=len(copies.length), chunk_bytes=chunk_bytes)
+    copies = _cut_copies(copies, chunk_bytes)
     boxes = _cut_boxes(_boxes(plan, rows[op != Op.COPY], places), chunk_bytes)
-    if is_imaged:
-        return _link([_cut_copies(copies, chunk_bytes), boxes], num_direct=0, chunk_bytes=chunk_bytes)
-    return _link([copies, boxes], num_direct=len(copies.length), chunk_bytes=chunk_bytes)
+    num_direct = 0 if is_imaged else len(copies.length)
+    return _link([copies, boxes], num_direct=num_direct, chunk_bytes=chunk_bytes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -177,7 +177,7 @@ class Sender:
     def batches(self) -> list[tuple[Transport[Any], Batch]]:
         """What a version writes, through which transport; for those who measure."""
         links = self._sending.links if self._sending is not None else []
-        return [(self._transports[link.transport], link.direct) for link in links if link.direct is not None]
+        return [(self._transports[link.transport], batch) for link in links for batch in link.direct]
 
     def _send(self, publication: Publication) -> None:
         """On the writer thread: wait for the turn, write, report."""

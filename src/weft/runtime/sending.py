@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import numpy as np
@@ -42,8 +43,8 @@ class Sending:
         link = Link(target.engine, endpoint.transport)
         try:
             link.peer = transport.connect(endpoint, target.offer.descriptors)
-            if target.num_direct:
-                link.direct = self._batch(link, target, slice(0, target.num_direct), unpack(target.src))
+            src = unpack(target.src)
+            link.direct = [self._batch(link, target, rows, src) for rows in _direct_rows(target)]
         except TransportError as error:
             link.obstacle = str(error)
         return link
@@ -136,3 +137,14 @@ class Sending:
         for name, handle in self._registered:
             self.transports[name].deregister(handle)
         self._registered = []
+
+
+def _direct_rows(target: Target) -> list[slice]:
+    """The rows that go straight from the weights, divided among the chunks of the link; in one piece without any."""
+    if not target.num_direct:
+        return []
+    num_parts = max(len(unpack(target.chunk_ends)), 1)
+    ends = np.cumsum(unpack(target.length)[: target.num_direct])
+    wanted = ends[-1] * np.arange(1, num_parts + 1) // num_parts
+    borders = np.unique([0, *np.searchsorted(ends, wanted) + 1]).tolist()
+    return [slice(a, min(b, target.num_direct)) for a, b in itertools.pairwise(borders)]

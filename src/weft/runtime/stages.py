@@ -38,13 +38,15 @@ def send_version(
     """
     wanted = [link for link in sending.links if link.engine in job.go.engines]
     sent = {link.engine: Sent(loss=link.obstacle) for link in wanted}
-    direct = _post_all(sending, job, [(link, link.direct) for link in wanted if link.direct is not None], sent)
+    whole = [(link, batch) for link in wanted if not link.has_chunks for batch in link.direct]
+    posted = _post_all(sending, job, whole, sent)
     numbers = [n for n, chunk in enumerate(sending.chunks) if any(link.engine in sent for link in chunk.links)]
     if numbers:
         _begin_version(sending, job, numbers)
-        run_stages(job.flow, VersionStages(sending, job, numbers, sent, tell).all(releases=not direct))
+        is_read = any(link.direct for link in wanted)
+        run_stages(job.flow, VersionStages(sending, job, numbers, sent, tell).all(releases=not is_read))
         job.peak_staging_bytes = sending.room.peak_bytes
-    _wait_all(job, direct, sent)
+    _wait_all(job, posted, sent)
     return sent
 
 
@@ -71,14 +73,18 @@ def _post_all(sending: Sending, job: Job, batches: list[tuple[Link, Batch]], sen
     return posted
 
 
-def _wait_all(job: Job, posted: Posted, sent: dict[int, Sent]) -> None:
+def _wait_all(job: Job, posted: Posted, sent: dict[int, Sent]) -> int:
+    """Wait for writes; returns the bytes that were written."""
+    num_bytes = 0
     for engine, ticket in posted:
         try:
             done = ticket.wait(max(job.deadline - time.monotonic(), 0.0))
+            num_bytes += done.num_bytes
             sent[engine].num_bytes += done.num_bytes
             sent[engine].digest += done.digest
         except TransportError as error:
             sent[engine].loss = sent[engine].loss or str(error)
+    return num_bytes
 
 
 class VersionStages:
@@ -157,7 +163,10 @@ class VersionStages:
         chunk = self._chunk(item)
         links = [link for link in chunk.links if link.engine in self._sent and not self._sent[link.engine].loss]
         batches = [(link, self._batch(link, item)) for link in links]
-        self._posted[item] = _post_all(self._of, self._job, batches, self._sent), time.monotonic()
+        beside = [(link, link.direct[chunk.number]) for link in links if chunk.number < len(link.direct)]
+        posted = _post_all(self._of, self._job, batches, self._sent)
+        posted += _post_all(self._of, self._job, beside, self._sent)
+        self._posted[item] = posted, time.monotonic()
         return 0
 
     def _batch(self, link: Link, item: int) -> Batch:
@@ -172,9 +181,8 @@ class VersionStages:
         """Wait until a chunk was written everywhere; its memory is free then."""
         number, chunk = self._numbers[item], self._chunk(item)
         posted, began = self._posted.pop(item)
-        _wait_all(self._job, posted, self._sent)
+        num_bytes = _wait_all(self._job, posted, self._sent)
         end = time.monotonic()
-        num_bytes = self._patch_bytes.pop(item, chunk.outgoing.layouts[chunk.number].num_bytes) * len(posted)
         self._job.flow.span("write", max(began, self._last_end), end, num_bytes)
         self._last_end = end
         if self._is_delta or not chunk.outgoing.is_kept:

@@ -1,0 +1,23 @@
+"""Runs a `weft bench` command and keeps what it found, with the machine it ran on."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import machine
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def record(name: str, *arguments: str, timeout_s: int) -> dict[str, Any]:
+    """Run `weft bench … --json` and write results/NAME.json."""
+    command = [sys.executable, "-m", "weft", "bench", *arguments, "--json"]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, timeout=timeout_s)
+    report = {"machine": machine.describe(), **json.loads(done.stdout)}
+    RESULTS.mkdir(exist_ok=True)
+    (RESULTS / f"{name}.json").write_text(json.dumps(report, indent=1, ensure_ascii=False) + "\n")
+    return report
