@@ -7,7 +7,10 @@ weft/native.py, bit for bit.
 
 from __future__ import annotations
 
+import contextlib
 import math
+import weakref
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -143,6 +146,40 @@ class _DeviceBytes:
         }
 
 
+class Pointer:
+    """An address of bytes, or of FP8 codes, for kernels."""
+
+    def __init__(self, address: int, dtype: torch.dtype = torch.uint8) -> None:
+        self._address, self.dtype = address, dtype
+
+    def data_ptr(self) -> int:
+        """The address."""
+        return self._address
+
+    def view(self, dtype: torch.dtype) -> Pointer:
+        """The same address of something else."""
+        return Pointer(self._address, dtype)
+
+
+_pinned: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()
+"""Pinned host memory, by its address."""
+
+
+def pinned_memory(num_bytes: int) -> torch.Tensor:
+    """Host memory that GPUs read and write directly."""
+    made = torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=True)
+    _pinned[made.data_ptr()] = made
+    return made
+
+
+def pinned_view(address: int, num_bytes: int) -> torch.Tensor | None:
+    """A part of pinned memory; None for other memory."""
+    for start, memory in list(_pinned.items()):
+        if start <= address and address + num_bytes <= start + len(memory):
+            return memory[address - start : address - start + num_bytes]
+    return None
+
+
 class GpuWork:
     """Work on one GPU's memory, on a stream of its own. Calls return when the work is done."""
 
@@ -157,6 +194,13 @@ class GpuWork:
         """Device memory, as bytes."""
         return torch.zeros(num_bytes, dtype=torch.uint8, device=self._device)
 
+    @contextlib.contextmanager
+    def stream(self) -> Iterator[None]:
+        """Work inside goes to this object's stream, and is done at the end."""
+        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
+            yield
+            self._stream.synchronize()
+
     def synchronize(self) -> None:
         """Wait for everything queued on the device, on any stream of this process."""
         torch.cuda.synchronize(self._device)
@@ -164,9 +208,8 @@ class GpuWork:
     def copy(self, dst: Column, src: Column, length: Column, *, num_threads: int = 1) -> int:
         """Copy rows between device addresses."""
         del num_threads
-        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
+        with self.stream():
             self._launch_copy(dst, src, length)
-            self._stream.synchronize()
         return int(length.sum())
 
     def digest(self, address: Column, position: Column, length: Column, *, num_threads: int = 1) -> int:
@@ -184,7 +227,8 @@ class GpuWork:
 
     def _launch_copy(self, dst: Column, src: Column, length: Column) -> None:
         for row in np.flatnonzero(length >= LARGE_BYTES).tolist():
-            self._view(dst[row], length[row]).copy_(self._view(src[row], length[row]), non_blocking=True)
+            size = int(length[row])
+            self.view(int(dst[row]), size).copy_(self.view(int(src[row]), size), non_blocking=True)
         for tiles in self._tables((dst, src, length), _copy_tiles):
             element = _UNITS[tiles.variant]
             block = min(COPY_TILE_BYTES // element.itemsize, 4096)
@@ -192,9 +236,14 @@ class GpuWork:
                 *tiles.tables, ELEMENT=_TRITON_TYPES[element], ALIGNED=tiles.variant == 16, BLOCK=block, num_warps=8
             )
 
-    def _view(self, address: np.uint64, num_bytes: np.uint64) -> torch.Tensor:
-        """Device memory as bytes."""
-        return torch.as_tensor(_DeviceBytes(int(address), int(num_bytes)), device=self._device)
+    def view(self, address: int, num_bytes: int) -> torch.Tensor:
+        """Device memory, or pinned host memory, as bytes."""
+        pinned = pinned_view(address, num_bytes)
+        return pinned if pinned is not None else torch.as_tensor(_DeviceBytes(address, num_bytes), device=self._device)
+
+    def pointer(self, address: int) -> Pointer:
+        """An address in the form kernels take, also of pinned host memory, which they reach too."""
+        return Pointer(address)
 
     def _launch_digest(self, address: Column, position: Column, length: Column) -> list[torch.Tensor]:
         sums = []

@@ -27,6 +27,7 @@ from weft.codec.fp8 import Box, Grid
 from weft.codec.memory import Floats, matrix_view
 from weft.core.layout import DTYPE_BYTES
 from weft.core.recipe import Op
+from weft.devices import CPU
 from weft.native import Column
 
 DTYPES = ("fp32", "bf16", "fp16", "fp8_e4m3")
@@ -223,3 +224,12 @@ class BlockSpread:
 
 def _joined(parts: list[NDArray[np.int64]]) -> NDArray[np.int64]:
     return np.concatenate(parts) if parts else np.zeros(0, dtype=np.int64)
+
+
+def converter_for(device: str, grids: Sequence[HeldGrid], *, allow_nonfinite: bool) -> Converter:
+    """Who converts a device's memory."""
+    if device == CPU:
+        return CpuConverter(grids, allow_nonfinite=allow_nonfinite)
+    from weft.codec.conversion_gpu import GpuConverter  # noqa: PLC0415 - torch and Triton only where there is a GPU
+
+    return GpuConverter(device, grids, allow_nonfinite=allow_nonfinite)

@@ -71,6 +71,13 @@ class PatchHeader:
     base: int
     version: int
 
+    def check_versions(self, *, base: int | None, version: int) -> None:
+        """Raise CodecError unless it turns version `base` into `version`."""
+        if self.version != version:
+            raise CodecError(f"a patch to version {self.version}, not {version}")
+        if self.base not in (NO_BASE, base):
+            raise CodecError(f"a patch from version {self.base}, but {base} is here", hint="send an anchor")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImageRows:
@@ -139,10 +146,7 @@ def check(patch: int, num_bytes: int, *, width: int, num_elements: int, base: in
     """Raise CodecError unless the patch is sound and turns version `base` of this image into `version`."""
     _check_width(width)
     header = read_header(patch, num_bytes)
-    if header.version != version:
-        raise CodecError(f"a patch to version {header.version}, not {version}")
-    if header.base not in (NO_BASE, base):
-        raise CodecError(f"a patch from version {header.base}, but {base} is here", hint="send an anchor")
+    header.check_versions(base=base, version=version)
     if _codec is not None:
         wrong = _codec.check(patch, num_bytes, width, num_elements)
     else:
@@ -169,6 +173,14 @@ def apply(patch: int, num_bytes: int, *, width: int, num_elements: int, rows: Im
 def _check_width(width: int) -> None:
     if width not in WIDTHS:
         raise CodecError(f"elements of {width} bytes", hint="1, 2 or 4")
+
+
+def dense_table(num_elements: int, width: int) -> Bytes:
+    """The table of a patch in which every block is whole, one after the other."""
+    table = np.zeros(-(-num_elements // BLOCK), dtype=_ENTRY)
+    table["offset"] = (first_record(num_elements) + np.arange(len(table)) * BLOCK * width) // 4
+    table["changes"] = DENSE
+    return table.view(np.uint8)
 
 
 def table_of(patch: Bytes, num_elements: int) -> NDArray[Any]:

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from weft.errors import CodecError
+from weft.gpu import Pointer
 
 QUANTIZE_ROWS, QUANTIZE_WARPS = 64, 8
 
@@ -31,6 +32,7 @@ def _quantize_kernel(  # type: ignore[no-untyped-def]
     KNOWN: tl.constexpr,
     ALIGNED: tl.constexpr,
     WHOLE: tl.constexpr,
+    CAREFUL: tl.constexpr,
 ):
     """One block of at most SIDE × SIDE elements: its scale, and its elements as FP8."""
     tile = tl.program_id(0)
@@ -51,7 +53,7 @@ def _quantize_kernel(  # type: ignore[no-untyped-def]
     else:
         most = tl.zeros((ROWS, SIDE), tl.float32)
         for begin in tl.static_range(0, SIDE, ROWS):
-            most = tl.maximum(most, tl.abs(_load_rows(src, stride, begin, rows, columns, SIDE, ROWS, WHOLE)))
+            most = tl.maximum(most, tl.abs(load_rows(src, stride, begin, rows, columns, SIDE, ROWS, WHOLE)))
         amax = tl.max(most)
     scale = tl.div_rn(tl.maximum(amax, 1e-10), 448.0)
     factor = tl.div_rn(1.0, scale)
@@ -60,8 +62,11 @@ def _quantize_kernel(  # type: ignore[no-untyped-def]
     for begin in tl.static_range(
         0, SIDE, ROWS
     ):  # read again, from the cache: all at once would need too many registers
-        scaled = _load_rows(src, stride, begin, rows, columns, SIDE, ROWS, WHOLE) * factor
-        codes = tl.minimum(tl.maximum(scaled, -448.0), 448.0).to(tl.float8e4nv)
+        scaled = load_rows(src, stride, begin, rows, columns, SIDE, ROWS, WHOLE) * factor
+        inside = tl.minimum(tl.maximum(scaled, -448.0), 448.0)
+        if CAREFUL:
+            inside = tl.where(scaled == scaled, inside, scaled)  # noqa: PLR0124 - what is not a number stays so
+        codes = inside.to(tl.float8e4nv)
         row = begin + tl.arange(0, ROWS)[:, None]
         if WHOLE:
             tl.store(dst + row * dst_stride + column, codes)
@@ -70,7 +75,7 @@ def _quantize_kernel(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _load_rows(  # type: ignore[no-untyped-def]
+def load_rows(  # type: ignore[no-untyped-def]
     src, stride, begin, rows, columns, SIDE: tl.constexpr, ROWS: tl.constexpr, WHOLE: tl.constexpr
 ):
     """Some rows of a block as FP32; zeros outside of it."""
@@ -88,7 +93,7 @@ class QuantizeTiles:
     """Blocks to quantise, as tables in device memory; made once for a plan."""
 
     src_base: torch.Tensor
-    dst_base: torch.Tensor
+    dst_base: torch.Tensor | Pointer
     src: torch.Tensor
     """First element of each block, counted from the base."""
     dst: torch.Tensor
@@ -109,8 +114,8 @@ class QuantizeTiles:
     """Whether everything lies at multiples of 16 elements, so that memory is read in vectors."""
 
 
-def quantize(tiles: QuantizeTiles, *, width: int, known_amax: bool = False) -> None:
-    """Quantise blocks; queued on the current stream."""
+def quantize(tiles: QuantizeTiles, *, width: int, known_amax: bool = False, careful: bool = False) -> None:
+    """Quantise blocks; queued on the current stream. `careful`: NaN may occur."""
     for begin, end, whole in ((0, tiles.num_whole, True), (tiles.num_whole, len(tiles.src), False)):
         if end > begin:
             columns = (tiles.src, tiles.dst, tiles.stride, tiles.dst_stride, tiles.extent, tiles.amax, tiles.scale)
@@ -124,6 +129,7 @@ def quantize(tiles: QuantizeTiles, *, width: int, known_amax: bool = False) -> N
                 KNOWN=known_amax,
                 ALIGNED=tiles.aligned,
                 WHOLE=whole,
+                CAREFUL=careful,
                 num_warps=QUANTIZE_WARPS,
             )
 

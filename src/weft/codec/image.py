@@ -69,7 +69,7 @@ class ImageLayout:
     @property
     def max_patch_bytes(self) -> int:
         """No patches of all sections are longer, compressed or not."""
-        whole = sum(_padded(delta.max_bytes(part.num_elements, part.width)) for part in self.sections)
+        whole = sum(padded(delta.max_bytes(part.num_elements, part.width)) for part in self.sections)
         return whole + whole // 128 + 1024 * len(self.sections)  # Zstandard adds a little to what it cannot shrink
 
     def addresses(self, image: int) -> Column:
@@ -83,7 +83,7 @@ class ImageLayout:
         """Patches of all sections, one after the other; returns their bytes."""
         done = 0
         for part in self.sections:
-            done += _padded(
+            done += padded(
                 delta.encode(
                     now + part.begin,
                     None if old is None else old + part.begin,
@@ -112,7 +112,7 @@ class ImageLayout:
         for part in self.sections:
             size = int.from_bytes(data[at : at + 8].tobytes(), "little")
             patch = decompress(data[at + 8 : at + 8 + size], width=part.width, num_elements=part.num_elements)
-            parts += [patch, np.zeros(_padded(len(patch)) - len(patch), dtype=np.uint8)]
+            parts += [patch, np.zeros(padded(len(patch)) - len(patch), dtype=np.uint8)]
             at += 8 + size
         if at != len(data):
             raise CodecError(f"{len(data)} bytes of compressed patches, of which {at} are used")
@@ -126,7 +126,7 @@ class ImageLayout:
             if size > num_bytes - done:
                 raise CodecError(f"a patch of {size} bytes, of which {num_bytes - done} are here")
             yield part, patches + done, size
-            done += _padded(size)
+            done += padded(size)
         if done != num_bytes:
             raise CodecError(f"{num_bytes} bytes of patches, of which {done} are used")
 
@@ -148,5 +148,6 @@ def chunk_layouts(length: Column, width: Column, num_direct: int, ends: Column) 
     return [ImageLayout.of(length[a:b], width[a:b]) for a, b in itertools.pairwise(borders)]
 
 
-def _padded(num_bytes: int) -> int:
+def padded(num_bytes: int) -> int:
+    """Patches begin at multiples of eight bytes."""
     return -(-num_bytes // 8) * 8

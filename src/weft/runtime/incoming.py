@@ -10,6 +10,7 @@ import numpy as np
 
 from weft.codec.image import ImageLayout, chunk_layouts
 from weft.codec.memory import Bytes, memory_view
+from weft.codec.patching import Patcher
 from weft.errors import CodecError
 from weft.native import Column
 from weft.runtime.arrivals import Stream
@@ -73,8 +74,15 @@ class Patches:
     """The patches of one version, whole and verified."""
 
     def __init__(
-        self, version: int, incoming: Sequence[Incoming], parts: Sequence[Part], *, compressed: bool = False
+        self,
+        version: int,
+        incoming: Sequence[Incoming],
+        parts: Sequence[Part],
+        patcher: Patcher,
+        *,
+        compressed: bool = False,
     ) -> None:
+        self._patcher = patcher
         sent = {part.trainer: part.sizes for part in parts}
         self.version = version
         self._all = [
@@ -98,11 +106,11 @@ class Patches:
         """Raise CodecError, naming the trainer, unless all are sound and made from what is here."""
         for trainer, chunk, address, num_bytes, _ in self._all:
             try:
-                chunk.layout.check(address, num_bytes, base=base, version=self.version)
+                self._patcher.check(chunk.layout, address, num_bytes, base=base, version=self.version)
             except CodecError as error:
                 raise CodecError(f"trainer {trainer} sent {error}", hint=error.hint) from error
 
     def apply(self) -> None:
         """Change the weights where they belong."""
         for _, chunk, address, num_bytes, _ in self._all:
-            chunk.layout.apply(address, num_bytes, chunk.address)
+            self._patcher.apply(chunk.layout, address, num_bytes, chunk.address)

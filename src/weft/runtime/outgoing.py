@@ -15,6 +15,7 @@ import numpy as np
 from weft.codec.conversion import ChunkFill, Conversion, Converter, HeldGrid
 from weft.codec.image import ImageLayout, chunk_layouts
 from weft.codec.memory import memory_view
+from weft.codec.patching import Patcher
 from weft.config import CompressionPolicy, DeltaPolicy, StagingPolicy, TransferSettings
 from weft.core.recipe import Op
 from weft.runtime.messages import Target, unpack
@@ -31,10 +32,11 @@ class Outgoing:
         target: Target,
         settings: TransferSettings,
         converter: Converter,
+        patcher: Patcher,
         grids: Sequence[HeldGrid],
         allocate: Callable[[int], Memory],
     ) -> None:
-        self._settings, self._converter = settings, converter
+        self._settings, self._converter, self._patcher = settings, converter, patcher
         length, width, ends = unpack(target.length), unpack(target.width), unpack(target.chunk_ends)
         self.layouts = chunk_layouts(length, width, target.num_direct, ends)
         borders = [target.num_direct, *ends.astype(np.int64).tolist()]
@@ -95,7 +97,9 @@ class Outgoing:
         layout, now = self.layouts[chunk], self.address(chunk)
         old = None if self._base is None else self.images[1 - self._now].address + self._begins[chunk]
         assert self._filled is not None
-        num_bytes = layout.encode(now, old, out, layout.max_patch_bytes, base=self._base or 0, version=self._filled)
+        num_bytes = self._patcher.encode(
+            layout, now, old, out, layout.max_patch_bytes, base=self._base or 0, version=self._filled
+        )
         if self._settings.compression is CompressionPolicy.NONE:
             return num_bytes
         packed = layout.compress(out, num_bytes)

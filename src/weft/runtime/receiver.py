@@ -30,6 +30,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for_futures
 from typing import Any, Self
 
+from weft.codec.patching import patcher_for
 from weft.config import CompressionPolicy, DeltaPolicy, DigestPolicy, ReceiverMode
 from weft.devices import CPU, device_work
 from weft.errors import IntegrityError, ProtocolError, TransferTimeout, WeftError
@@ -97,6 +98,7 @@ class Receiver:
             self.member, rank=rank, device=weights.device, controller=address, given=transport
         )
         self._work = device_work(weights.device)
+        self._patcher = patcher_for(weights.device)
         self._landing: Landing | None = None
         self._streams: list[Stream] = []
         self._arrivals: Arrivals | None = None
@@ -412,7 +414,7 @@ class Receiver:
     def _take_patches(self, version: int, parts: list[Part]) -> None:
         """Patches are here: look whether they fit, and apply them where the engine does not look."""
         compressed = self._control.settings.compression is CompressionPolicy.ZSTD
-        patches = Patches(version, self._incoming, parts, compressed=compressed)
+        patches = Patches(version, self._incoming, parts, self._patcher, compressed=compressed)
         patches.check(base=self._holds)
         match self._control.settings.mode:
             case ReceiverMode.PATCH:

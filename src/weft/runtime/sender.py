@@ -265,7 +265,7 @@ class Sender:
                 self._open(number, names)
             case SendPlan():
                 self._forget_plan()
-                self._sending = Sending(message, self._transports, self._control.settings)
+                self._sending = Sending(message, self._transports, self._control.settings, device=self._weights.device)
             case Agreed(version=version, group=group, values=values):
                 publication = self._publications.get(version)
                 if publication is not None and publication._job is not None:

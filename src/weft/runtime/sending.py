@@ -4,29 +4,37 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 
-from weft.codec.conversion import Converter, CpuConverter, HeldGrid
-from weft.config import DeltaPolicy, DigestPolicy, TransferSettings
+from weft.codec.conversion import HeldGrid, converter_for
+from weft.codec.patching import patcher_for
+from weft.config import DeltaPolicy, DigestPolicy, StagingPolicy, TransferSettings
+from weft.devices import CPU
 from weft.errors import TransportError
 from weft.runtime.grids import held_grid
 from weft.runtime.job import Chunk, Link
+from weft.runtime.memory import own_memory
 from weft.runtime.messages import SendPlan, Target, unpack
 from weft.runtime.outgoing import Outgoing
 from weft.runtime.pipeline import Room
 from weft.runtime.transports import OpenTransports
-from weft.transport.base import Batch, Column, Handle, Memory, ordinary_memory
+from weft.transport.base import Batch, Column, Handle, Memory
 
 
 class Sending:
     """What is sent, again and again. Chunks that are not kept pass through a ring of `staging_bytes`; so do patches."""
 
-    def __init__(self, plan: SendPlan, transports: OpenTransports, settings: TransferSettings) -> None:
+    def __init__(self, plan: SendPlan, transports: OpenTransports, settings: TransferSettings, *, device: str) -> None:
+        """`device`: where the weights lie."""
         self.transports, self.settings = transports, settings
+        on_host = settings.staging is StagingPolicy.CPU
+        self._patcher = patcher_for(CPU if on_host else device)
+        self._allocate = partial(own_memory, device, on_host=on_host)
         self._registered: list[tuple[str, Handle]] = []
         grids = [held_grid(message) for message in plan.grids]
-        self.converter: Converter = CpuConverter(grids, allow_nonfinite=settings.allow_nonfinite)
+        self.converter = converter_for(device, grids, allow_nonfinite=settings.allow_nonfinite)
         self.groups = sorted({grid.group for grid in grids})
         self.told: set[int] = set()
         """Groups whose blocks the controller knows."""
@@ -34,7 +42,7 @@ class Sending:
         self.links = [self._connect(target) for target in plan.targets]
         self.chunks = self._make_chunks(plan, grids)
         self.room = Room([self._staged_bytes(chunk) for chunk in self.chunks], settings.staging_bytes)
-        self.memory = ordinary_memory(self.room.num_bytes) if self.room.num_bytes else None
+        self.memory = self._allocate(self.room.num_bytes) if self.room.num_bytes else None
         self._prepare_chunks(plan)
 
     def _connect(self, target: Target) -> Link:
@@ -65,7 +73,7 @@ class Sending:
         chunks = []
         for numbers in alike.values():
             first = plan.targets[numbers[0]]
-            outgoing = Outgoing(first, self.settings, self.converter, grids, ordinary_memory)
+            outgoing = Outgoing(first, self.settings, self.converter, self._patcher, grids, self._allocate)
             self._outgoing.append(outgoing)
             links = tuple(self.links[number] for number in numbers)
             chunks += [Chunk(outgoing, number, links) for number in range(len(outgoing.layouts))]
@@ -104,7 +112,7 @@ class Sending:
                     link.obstacle = str(error)
 
     def _register(self, transport: str, memory: Memory) -> None:
-        handle, _ = self.transports[transport].register(memory.address, memory.num_bytes)
+        handle = self.transports[transport].register_source(memory.address, memory.num_bytes)
         self._registered.append((transport, handle))
 
     def place(self, number: int) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from weft.config import DeltaPolicy, TransferSettings
+from weft.config import CompressionPolicy, TransferSettings
 from weft.devices import CPU
 from weft.errors import ConfigError
 from weft.runtime.channel import own_address
@@ -43,10 +43,10 @@ class OpenTransports:
 
     def open(self, names: Iterable[str], settings: TransferSettings) -> None:
         """Open what is not open yet."""
-        if settings.delta is DeltaPolicy.ON and self._device != CPU:
+        if settings.compression is not CompressionPolicy.NONE and self._device != CPU:
             raise ConfigError(
-                f"{self._member} has its weights on {self._device}, but patches are made of CPU memory so far",
-                hint="turn delta off",
+                f"{self._member} has its weights on {self._device}, but patches are compressed in CPU memory only",
+                hint="set compression to `none`",
             )
         for name in names:
             if name not in self._open:

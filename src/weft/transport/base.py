@@ -247,6 +247,10 @@ class Transport(abc.ABC, Generic[AnyPeer]):
         self._registered.add(address, num_bytes)
         return Handle(address=address, num_bytes=num_bytes), descriptor
 
+    def register_source(self, address: int, num_bytes: int) -> Handle:
+        """Allow writes from this memory only; it may be host memory, where the transport is for a device's."""
+        return self.register(address, num_bytes)[0]
+
     def deregister(self, handle: Handle) -> None:
         """Undo a registration; batches prepared from it must not be posted any more."""
         self._registered.remove(handle.address, handle.num_bytes)

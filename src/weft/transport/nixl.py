@@ -22,7 +22,8 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from weft.devices import CPU, device_work, memory_kind
+from weft import native
+from weft.devices import CPU, DeviceWork, device_work, memory_kind
 from weft.errors import PeerLost, RegistrationError, TransferTimeout, TransportError, TransportUnavailable
 from weft.transport.base import (
     Batch,
@@ -72,6 +73,8 @@ class _Peer:
 @dataclass(frozen=True, kw_only=True)
 class _NixlBatch(Batch):
     transfer: Any
+    work: DeviceWork
+    """Digests what is read."""
 
 
 class NixlTransport(Transport[_Peer]):
@@ -102,6 +105,8 @@ class NixlTransport(Transport[_Peer]):
             parameters["engine_config"] = f"NET_DEVICES={devices}"
         self._agent = _make_agent(api, self._agent_name, parameters)
         self._lists: dict[tuple[int, int], Any] = {}
+        self._host_sources: set[tuple[int, int]] = set()
+        """Pinned host memory writes may come from, where this transport is for a GPU's."""
         self._arrived: dict[tuple[int, int], int] = {}
         self._lock = threading.Lock()
 
@@ -127,6 +132,15 @@ class NixlTransport(Transport[_Peer]):
             except Exception as error:
                 raise RegistrationError(f"NIXL cannot register {num_bytes} bytes at {address:#x}: {error}") from error
         return Descriptor(transport="nixl", address=address, num_bytes=num_bytes, data=b"")
+
+    def register_source(self, address: int, num_bytes: int) -> Handle:
+        """Pinned host memory is known to NIXL as such, also where this transport is for a GPU's."""
+        if self._kind == "DRAM" or not _is_pinned(address, num_bytes):
+            return super().register_source(address, num_bytes)
+        self._host_sources.add((address, num_bytes))
+        self._registered.add(address, num_bytes)
+        self._lists[address, num_bytes] = self._agent.register_memory([(address, num_bytes, 0, "")], "DRAM")
+        return Handle(address=address, num_bytes=num_bytes)
 
     def allocate(self, num_bytes: int) -> Memory:
         """Memory of the device."""
@@ -162,8 +176,11 @@ class NixlTransport(Transport[_Peer]):
         """Rows become NIXL descriptors, prepared once and posted for every version."""
         rows = cut_rows(batch, self._piece_bytes)
         try:
-            local = self._agent.prep_xfer_dlist("NIXL_INIT_AGENT", self._table(rows.src, rows.length), self._kind)
-            remote = self._agent.prep_xfer_dlist(peer.name, self._table(rows.dst, rows.length), self._kind)
+            on_host = self._is_on_host(rows)
+            table = self._table(rows.src, rows.length, 0 if on_host else self._device_number)
+            local = self._agent.prep_xfer_dlist("NIXL_INIT_AGENT", table, "DRAM" if on_host else self._kind)
+            table = self._table(rows.dst, rows.length, self._device_number)
+            remote = self._agent.prep_xfer_dlist(peer.name, table, self._kind)
             order = np.arange(rows.num_rows, dtype=np.int32)
             transfer = self._agent.make_prepped_xfer("WRITE", local, order, remote, order)
         except Exception as error:
@@ -175,11 +192,18 @@ class NixlTransport(Transport[_Peer]):
             length=rows.length,
             position=rows.position,
             transfer=transfer,
+            work=native if on_host else self._work,
         )
 
-    def _table(self, address: Column, length: Column) -> Column:
+    def _is_on_host(self, rows: Batch) -> bool:
+        """Whether rows are read from pinned host memory."""
+        first = int(rows.src[0]) if rows.num_rows else 0
+        return any(start <= first < start + size for start, size in self._host_sources)
+
+    @staticmethod
+    def _table(address: Column, length: Column, device: int) -> Column:
         """NIXL's (address, length, device) rows."""
-        return np.stack([address, length, np.full_like(length, self._device_number)], axis=1)
+        return np.stack([address, length, np.full_like(length, device)], axis=1)
 
     def post_all(self, batches: Sequence[Batch], tag: int) -> list[Ticket]:
         """Everything travels at once; NIXL takes care of the order."""
@@ -215,7 +239,7 @@ class NixlTransport(Transport[_Peer]):
         try:
             state = self._agent.check_xfer_state(batch.transfer)
             if batch.position is not None:
-                digest = self._work.digest(batch.src, batch.position, batch.length)
+                digest = batch.work.digest(batch.src, batch.position, batch.length)
             while state == "PROC":
                 if time.monotonic() > deadline:
                     raise TransferTimeout(f"{batch.peer} did not take {batch.num_bytes} bytes in {WRITE_DEADLINE_S} s")
@@ -270,6 +294,12 @@ class NixlTransport(Transport[_Peer]):
         for registered in self._lists.values():
             if registered is not None:
                 self._agent.deregister_memory(registered)
+
+
+def _is_pinned(address: int, num_bytes: int) -> bool:
+    from weft.gpu import pinned_view  # noqa: PLC0415 - torch and Triton only where there is a GPU
+
+    return pinned_view(address, num_bytes) is not None
 
 
 def _load() -> tuple[Any, Any]:

@@ -1,0 +1,51 @@
+"""Making, checking and applying patches of an image, where the image lies: CPU memory, or that of a GPU."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from weft.codec.image import ImageLayout
+from weft.devices import CPU
+from weft.native import Column
+
+
+class Patcher(Protocol):
+    """Patches on one device. Addresses are of its memory."""
+
+    def encode(
+        self, layout: ImageLayout, now: int, old: int | None, out: int, capacity: int, *, base: int, version: int
+    ) -> int:
+        """The patches from an old image, or an anchor, to a new one; returns their bytes."""
+
+    def check(self, layout: ImageLayout, patches: int, num_bytes: int, *, base: int | None, version: int) -> None:
+        """Raise CodecError unless these are sound patches of version `base`."""
+
+    def apply(self, layout: ImageLayout, patches: int, num_bytes: int, address: Column) -> None:
+        """Apply checked patches to rows at these addresses."""
+
+
+class CpuPatcher:
+    """Patches of CPU memory."""
+
+    def encode(
+        self, layout: ImageLayout, now: int, old: int | None, out: int, capacity: int, *, base: int, version: int
+    ) -> int:
+        """See ImageLayout."""
+        return layout.encode(now, old, out, capacity, base=base, version=version)
+
+    def check(self, layout: ImageLayout, patches: int, num_bytes: int, *, base: int | None, version: int) -> None:
+        """See ImageLayout."""
+        layout.check(patches, num_bytes, base=base, version=version)
+
+    def apply(self, layout: ImageLayout, patches: int, num_bytes: int, address: Column) -> None:
+        """See ImageLayout."""
+        layout.apply(patches, num_bytes, address)
+
+
+def patcher_for(device: str) -> Patcher:
+    """Who makes patches of a device's memory."""
+    if device == CPU:
+        return CpuPatcher()
+    from weft.codec.patching_gpu import GpuPatcher  # noqa: PLC0415 - torch and Triton only where there is a GPU
+
+    return GpuPatcher(device)
