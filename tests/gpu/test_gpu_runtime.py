@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 import multiprocessing
@@ -135,7 +136,8 @@ class System:
 
     def close(self) -> None:
         for pipe in self.pipes:
-            pipe.send(None)
+            with contextlib.suppress(OSError):
+                pipe.send(None)
         for process in self._processes:
             process.join(20.0)
             process.kill()
@@ -186,7 +188,7 @@ def test_numbers_that_are_not_finite_are_refused_by_name():
         _, held = system.publish(1)
         check(held, 1, "fp8")
         answers, held = system.publish(2, spoil=True)
-        assert all("`a` has 1 elements that are not finite" in answer for answer in answers)
+        assert all("`a` has 1 elements that are not finite" in answer for answer in answers), answers
         check(held, 1, "fp8")
         _, held = system.publish(3)
         check(held, 3, "fp8")

@@ -122,7 +122,7 @@ def test_validate_runs_the_tests_that_were_asked_for():
         (("plan", *SMALL, "--save", "/nonexistent/a.plan"), "cannot write"),
         (("plan", *SMALL, "--config", "/nonexistent.toml"), "cannot read"),
         (("simulate", *SMALL, "--mode", "magic"), "mode `magic` cannot be simulated"),
-        (("simulate", *SMALL, "--mode", "patch"), "patches are not simulated yet"),
+        (("simulate", *SMALL, "--mode", "patch"), "say how much changes: --delta-density"),
         (("simulate", *SMALL, "--skew-ms", "-3"), "skew"),
         (("validate", "--nonsense"), "No such option"),
         (("validate", "--only", "T99"), "unknown test `T99`"),

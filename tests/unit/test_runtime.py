@@ -125,7 +125,7 @@ def test_a_lost_engine_is_named(pair):
 
 def test_a_defect_while_sending_reaches_the_waiting_trainer(pair, monkeypatch):
     commit(pair, 1)
-    monkeypatch.setattr(pair.sender, "_write_all", lambda publication, go: 1 // 0)
+    monkeypatch.setattr(pair.sender, "_report", lambda version, sent: 1 // 0)
     with pytest.raises(WeftError, match="ZeroDivisionError"):
         pair.sender.publish(version=2).wait_committed(SOON_S)
 
@@ -157,11 +157,11 @@ def test_the_next_version_waits_until_the_engine_has_committed_the_one_before(pa
 def test_members_that_do_not_fit_are_told_every_problem():
     made = Pair(
         {"w": np.zeros(4, np.float32), "extra": np.zeros(2, np.float32)},
-        {"w": np.zeros(4, np.float16), "missing": np.zeros(2, np.float32)},
+        {"w": np.zeros(5, np.float16), "missing": np.zeros(2, np.float32)},
     )
     with pytest.raises(ProtocolError) as caught:
         made.sender.publish(version=1).wait_committed(SOON_S)
-    for problem in ("missing: missing", "unexpected: extra", "dtype: w is fp32, w is fp16"):
+    for problem in ("missing: missing", "unexpected: extra", "shape: w is [4], the engine reads up to [5]"):
         assert problem in str(caught.value)
     made.close()
 

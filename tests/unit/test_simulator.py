@@ -10,6 +10,7 @@ import pytest
 from tests.unit.test_plan import small_plan
 from weft.config import ReceiverMode, Settings
 from weft.core.case import Case, plan_case
+from weft.core.memory_cost import image_bytes, memory_cost
 from weft.core.schedule import make_schedule
 from weft.observe.trace import trace_events
 from weft.sim.costs import GatherCosts, StageCosts
@@ -117,3 +118,24 @@ def test_the_trace_names_members_and_lanes():
 
 def test_the_published_breakdown_adds_up():
     assert GatherCosts().total_s == pytest.approx(1.233)
+
+
+def test_patches_shrink_the_wire_and_the_pause(plan):
+    whole = simulate(plan, costs=FREE)
+    options = Options(mode=ReceiverMode.PATCH, delta_density=0.01)
+    patched = simulate(plan, options=options, costs=FREE)
+    assert whole.wire_bytes / patched.wire_bytes == pytest.approx(82, rel=0.05)  # as measured: docs/codec.md
+    assert patched.transfer_s < whole.transfer_s
+    assert patched.pause_s < whole.pause_s
+    assert patched.stages["delta"] > 0
+    dense = simulate(plan, options=replace(options, delta_density=1.0), costs=FREE)
+    assert dense.wire_bytes == pytest.approx(whole.wire_bytes, rel=0.01)
+
+
+def test_memory_is_counted_once_for_replicas(plan):
+    """Four trainers hold a quarter each and send it to two replicas of two ranks."""
+    cost = memory_cost(plan)
+    assert cost.staging_bytes == pytest.approx(plan.tx_bytes.max() / 2, rel=0.01)
+    assert cost.delta_bytes == 2 * cost.staging_bytes
+    assert cost.shadow_bytes == plan.rx_bytes.max()
+    assert image_bytes(plan).sum() == pytest.approx(plan.total_bytes / 2, rel=0.01)

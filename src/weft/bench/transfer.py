@@ -200,9 +200,10 @@ def _methods(run: _Run) -> Iterator[_Method]:
     fastest = "shm" if run.device == "cpu" else "cuda_ipc"
     for mode, digest in ((ReceiverMode.IN_PLACE, off), (ReceiverMode.IN_PLACE, on), (ReceiverMode.SHADOW, on)):
         yield _Method(fastest, mode, digest)
+    modes = (ReceiverMode.IN_PLACE, ReceiverMode.SHADOW, ReceiverMode.PATCH)
+    for mode in modes if run.device == "cpu" else modes[-1:]:
+        yield _Method(fastest, mode, on, delta=DeltaPolicy.ON)
     if run.device == "cpu":
-        for mode in (ReceiverMode.IN_PLACE, ReceiverMode.SHADOW, ReceiverMode.PATCH):
-            yield _Method(fastest, mode, on, delta=DeltaPolicy.ON)
         yield _Method("cma", ReceiverMode.IN_PLACE, off)
         yield _Method("cma", ReceiverMode.IN_PLACE, on)
     if is_installed("nixl"):

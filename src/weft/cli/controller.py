@@ -32,6 +32,12 @@ def controller_command(
     delta: Annotated[bool, typer.Option(help="Send only what changed since the version each engine serves.")] = False,
     anchor_every: Annotated[int, typer.Option(help="With --delta: every so many versions one is sent whole.")] = 20,
     compression: Annotated[str, typer.Option(help="With --delta: none, or zstd for slow links.")] = "none",
+    staging: Annotated[
+        str, typer.Option(help="none, or cpu: trainers keep a copy of what they send and train on meanwhile.")
+    ] = "none",
+    allow_nonfinite: Annotated[
+        bool, typer.Option(help="Quantise NaN and infinities instead of refusing them.")
+    ] = False,
     transport: Annotated[str, typer.Option(help="auto, or one for every link.")] = "auto",
     allow_fallback: Annotated[bool, typer.Option(help="Take a slower transport where the one meant fails.")] = False,
     digest: Annotated[bool, typer.Option(help="Verify every version by digests.")] = True,
@@ -47,6 +53,8 @@ def controller_command(
         delta=DeltaPolicy.ON if delta else DeltaPolicy.OFF,
         anchor_every=anchor_every,
         compression=compression,  # type: ignore[arg-type]
+        staging=staging,  # type: ignore[arg-type]
+        allow_nonfinite=allow_nonfinite,
         transport=transport,
         allow_fallback=allow_fallback,
         silence_s=silence_s,

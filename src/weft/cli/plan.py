@@ -32,6 +32,7 @@ from weft.cli.output import err, gb, print_json, show_facts
 from weft.core import plan_file
 from weft.core.bound import balance
 from weft.core.explain import Explanation, explain
+from weft.core.memory_cost import memory_cost
 from weft.core.plan import Plan
 from weft.observe.matrix import write_picture
 
@@ -105,6 +106,7 @@ def _plan_result(plan: Plan, plan_s: float) -> dict[str, Any]:
         "makespan_over_bound": measured.over_bound,
         "busy_s": measured.busy_s,
         "bounds_s": measured.bounds_s,
+        "memory": asdict(memory_cost(plan)),
         "exact_cover": True,
         "plan_s": plan_s,
         "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
@@ -117,7 +119,7 @@ def _show_plan(plan: Plan, plan_s: float, *, as_json: bool) -> None:
     if as_json:
         print_json(result)
         return
-    sent, received = result["tx_bytes"], result["rx_bytes"]
+    sent, received, memory = result["tx_bytes"], result["rx_bytes"], result["memory"]
     busiest, over = sent["max"] / max(sent["mean"], 1), result["makespan_over_bound"]
     zero_copy = result["zero_copy_bytes"] / max(result["total_bytes"], 1)
     facts = {
@@ -130,6 +132,12 @@ def _show_plan(plan: Plan, plan_s: float, *, as_json: bool) -> None:
         "zero-copy": f"{zero_copy:.1%} of the bytes; the rest is packed or converted",
         "busiest": f"{result['bottleneck']}, {result['makespan_s']:.3f} s at line rate",
         "lower bound": f"{result['bound_s']:.3f} s ({result['bound_by']}); this plan needs {over:.4f} × that",
+        "staging=cpu": (
+            f"{gb(memory['staging_bytes'])} of host memory per trainer rank, "
+            f"{gb(memory['staging_host_bytes'])} per host"
+        ),
+        "delta": f"{gb(memory['delta_bytes'])} per trainer rank, {gb(memory['patch_bytes'])} per engine rank",
+        "shadow": f"{gb(memory['shadow_bytes'])} per engine rank",
         "proven": "every destination byte is written exactly once",
         "planned in": f"{plan_s:.1f} s, {result['peak_rss_bytes'] / 2**30:.2f} GiB",
         "digest": result["digest"][:16] + "…",

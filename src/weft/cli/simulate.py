@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -28,13 +29,13 @@ from weft.cli.case_options import (
 )
 from weft.cli.output import err, gb, print_json, progress, show_facts
 from weft.config import ReceiverMode
+from weft.core.catalog import load_model
 from weft.core.plan import Plan
 from weft.errors import ConfigError
 from weft.observe.trace import write_trace
+from weft.sim.peers import beside_gather as gather_comparison
 from weft.sim.presets import PRESETS, Preset
 from weft.sim.simulator import Options, simulate
-
-SIMULATED = (ReceiverMode.SHADOW, ReceiverMode.IN_PLACE)
 
 
 def simulate_command(
@@ -51,16 +52,27 @@ def simulate_command(
     gather: GatherName = "",
     load: Load = None,
     config: ConfigFile = None,
-    mode: Annotated[str, typer.Option(help="Receiver mode: shadow or in_place.")] = "shadow",
+    mode: Annotated[
+        str, typer.Option(help="Receiver mode: shadow, in_place, or patch with --delta-density.")
+    ] = "shadow",
+    delta_density: Annotated[
+        float | None, typer.Option(help="Send patches; this fraction of the engine's elements changes.")
+    ] = None,
+    beside_gather: Annotated[
+        bool, typer.Option(help="Of a published run: also predict gathering full tensors before quantising.")
+    ] = False,
     offloaded: Annotated[bool | None, typer.Option(help="Trainer weights start in host memory.")] = None,
     skew_ms: Annotated[float, typer.Option(help="Senders start spread over this many milliseconds.")] = 0.0,
     trace: Annotated[Path | None, typer.Option(help="Write a trace for ui.perfetto.dev.")] = None,
     as_json: Json = False,
 ) -> None:
     """Predict how long one update takes, and how long the engines pause."""
-    if mode not in SIMULATED:
-        hint = "patches are not simulated yet" if mode == ReceiverMode.PATCH else None
-        raise ConfigError(f"mode `{mode}` cannot be simulated; use {' or '.join(SIMULATED)}", hint=hint)
+    if mode not in list(ReceiverMode):
+        raise ConfigError(f"unknown mode `{mode}`", hint=f"use {' or '.join(ReceiverMode)}")
+    if mode == ReceiverMode.PATCH and delta_density is None:
+        raise ConfigError("mode `patch` without patches", hint="say how much changes: --delta-density 0.01")
+    if delta_density is not None and not 0 < delta_density <= 1:
+        raise ConfigError(f"a delta density of {delta_density}", hint="more than 0, at most 1: 0.01 is one percent")
     if not 0 <= skew_ms <= 3_600_000:
         raise ConfigError(f"skew of {skew_ms} ms", hint="give 0 to 3600000 milliseconds")
     asked = Asked(
@@ -70,7 +82,9 @@ def simulate_command(
     preset = PRESETS.get(asked.name)
     if offloaded is None:
         offloaded = preset is not None and preset.offloaded
-    options = Options(mode=ReceiverMode(mode), offloaded=offloaded, skew_s=skew_ms / 1e3)
+    if beside_gather and (preset is None or asked.typed()):
+        raise ConfigError("--beside-gather needs a published run as it is", hint=f"one of {', '.join(PRESETS)}")
+    options = Options(mode=ReceiverMode(mode), offloaded=offloaded, skew_s=skew_ms / 1e3, delta_density=delta_density)
     with progress() as on_progress:
         on_progress("simulating")
         prediction = simulate(plan, options=options, record=trace is not None)
@@ -88,6 +102,10 @@ def simulate_command(
         "published_s": list(preset.published_s) if preset else None,
         "published_system": preset.system if preset else None,
     }
+    if beside_gather and preset is not None:
+        with progress() as on_progress:
+            on_progress("simulating a gather of full tensors")
+            result["beside_gather"] = asdict(gather_comparison(preset, load_model(preset.model), plan))
     if as_json:
         print_json(result)
     else:
@@ -101,6 +119,12 @@ def _show_prediction(plan: Plan, result: dict[str, Any], preset: Preset | None) 
         "on the wire": f"{gb(result['wire_bytes'])} in {result['num_chunks']:,} chunks",
         **{f"stage {name}": f"{seconds * 1e3:.1f} ms" for name, seconds in result["stages"].items()},
     }
+    if "beside_gather" in result:
+        other = result["beside_gather"]
+        facts["with a gather"] = (
+            f"{other['predicted_s']:.3f} s; trainers would exchange {gb(other['gathered_bytes'])}, "
+            f"not {gb(other['amax_bytes'])}"
+        )
     if preset is not None:
         facts["published"] = f"{preset.published_range} s by {preset.system}"
         facts["  stated"] = preset.published

@@ -70,7 +70,8 @@ class ImageLayout:
     def max_patch_bytes(self) -> int:
         """No patches of all sections are longer, compressed or not."""
         whole = sum(padded(delta.max_bytes(part.num_elements, part.width)) for part in self.sections)
-        return whole + whole // 128 + 1024 * len(self.sections)  # Zstandard adds a little to what it cannot shrink
+        most = whole + whole // 128 + 1024 * len(self.sections)  # Zstandard adds a little to what it cannot shrink
+        return -(-most // ALIGN) * ALIGN
 
     def addresses(self, image: int) -> Column:
         """Where each row lies in an image at some address."""

@@ -83,7 +83,7 @@ class Sending:
         """Bytes a chunk needs in the ring."""
         layout = chunk.outgoing.layouts[chunk.number]
         if self.settings.delta is DeltaPolicy.ON:
-            return -(-layout.max_patch_bytes // 64) * 64
+            return layout.max_patch_bytes
         return 0 if chunk.outgoing.is_kept else -(-layout.num_bytes // 64) * 64
 
     def _prepare_chunks(self, plan: SendPlan) -> None:

@@ -86,6 +86,10 @@ class StageCosts:
     """Rate of fused pack + FP8, in source bytes, over the device's one-way copy rate (measured: 2.5 of 2.1 TB/s)."""
     digest_of_copy: float = 1.86
     """Rate of the digest over the one-way copy rate (measured: 3.9 of 2.1 TB/s)."""
+    encode_of_copy: float = 0.83
+    """Rate of making patches, in bytes of weights, over the one-way copy rate (measured: 1.75 of 2.1 TB/s)."""
+    apply_of_copy: float = 2.1
+    """Rate of applying a patch of 1%, in bytes of weights, over the one-way copy rate (measured: 4.4 of 2.1 TB/s)."""
     control_s: float = 0.001
     """One round of control messages (assumed)."""
     num_control_rounds: int = 3

@@ -25,3 +25,15 @@ def entropy_coded_bytes(num_elements: float, density: float) -> float:
 def indexed_bytes(num_elements: float, density: float, *, index_bytes: int, value_bytes: int) -> float:
     """Bytes of a delta with a fixed-size index and value per change."""
     return num_elements * density * (index_bytes + value_bytes)
+
+
+BLOCK, GROUPS = 16384, 64
+"""weft's patches: elements of a block, and one-byte counts it has (`weft.codec.delta`)."""
+
+
+def patch_bytes(num_elements: float, density: float, *, width: int) -> float:
+    """Bytes of weft's own patches, uncompressed, changes spread evenly; without escapes, which are rare in training."""
+    num_blocks = num_elements / BLOCK
+    changed_blocks = num_blocks * (1 - (1 - density) ** BLOCK)
+    record = GROUPS * changed_blocks + num_elements * density * (1 + (4 if width == 4 else 1))
+    return 8 * num_blocks + min(record, num_elements * width)

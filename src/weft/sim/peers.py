@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from weft.core.assign import round_robin_sources
 from weft.core.case import plan_case
+from weft.core.catalog import load_model
 from weft.core.engine_layout import engine_recipe, parse_engine
 from weft.core.layout import DTYPE_BYTES
 from weft.core.model import Model
@@ -26,7 +27,7 @@ from weft.core.plan import Plan
 from weft.core.topology import Topology, load_topology
 from weft.core.trainer_layout import Mesh, parse_trainer
 from weft.sim.costs import GatherCosts, StageCosts
-from weft.sim.presets import Preset
+from weft.sim.presets import PRESETS, Preset
 from weft.sim.simulator import Options, Prediction, Prepare, simulate
 
 DENSE, EXPERTS = 0, 1
@@ -50,6 +51,32 @@ def gather_and_write(preset: Preset, model: Model, *, call_s: float) -> Predicti
         prepare=prepare,
     )
     return replace(prediction, predicted_s=prediction.transfer_s)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GatherComparison:
+    """What gathering full tensors before quantising would cost."""
+
+    predicted_s: float
+    gathered_bytes: int
+    """What trainers would send each other."""
+    amax_bytes: int
+    """What they send each other instead."""
+
+
+def beside_gather(preset: Preset, model: Model, plan: Plan) -> GatherComparison:
+    """The same run by a system that gathers; the fixed cost of a call is the one fitted to Kimi-K2's breakdown."""
+    fitted = PRESETS["chen-kimi-k2-pairs"]
+    call_s = fit_call_s(fitted, model if model.name == fitted.model else load_model(fitted.model), GatherCosts())
+    gathered = sum(
+        float(gather.num_bytes.sum()) * (1 - 1 / gather.mesh.shape[1])
+        for gather in _gathers(model, parse_trainer(preset.trainer))
+    )
+    return GatherComparison(
+        predicted_s=gather_and_write(preset, model, call_s=call_s).predicted_s,
+        gathered_bytes=int(gathered),
+        amax_bytes=plan.amax_bytes,
+    )
 
 
 def fit_call_s(preset: Preset, model: Model, costs: GatherCosts) -> float:

@@ -26,9 +26,10 @@ from weft.core.recipe import Op
 from weft.core.schedule import Schedule, make_schedule
 from weft.events import Recorder
 from weft.sim.costs import StageCosts
+from weft.sim.delta_size import patch_bytes
 
 Floats = NDArray[np.float64]
-_STAGE_ORDER = ("amax", "h2d", "gather", "convert", "send", "receive")
+_STAGE_ORDER = ("amax", "h2d", "gather", "convert", "delta", "send", "receive")
 MAX_CHUNKS = 60_000
 """Above this the simulator makes chunks larger; the predicted time hardly depends on it."""
 
@@ -51,6 +52,8 @@ class Options:
     """Senders start spread over this long."""
     barrier: Barrier = Barrier.PREPARED
     """What a later phase waits for."""
+    delta_density: float | None = None
+    """Fraction of the engine's elements that change between versions; None: versions are sent whole."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,11 +150,16 @@ class _Run:
         self._uplink_out = _Line(topology.host_of(trainers), topology.uplink_bytes_per_s)
         self._uplink_in = _Line(topology.host_of(engines), topology.uplink_bytes_per_s)
         self._cross = _Line(topology.host_of(trainers), topology.cross_rail_bytes_per_s)
-        self._stage_free = {stage: [0.0] * num_trainers for stage in ("h2d", "gather", "convert")}
+        self._stage_free = {stage: [0.0] * num_trainers for stage in ("h2d", "gather", "convert", "delta")}
         self._busy: dict[str, Floats] = {}
         self._copy_rate = host.device_gb_per_s * 1e9
         convert_rate = self._copy_rate * costs.convert_of_copy
-        self._convert_s = schedule.packed_bytes * _source_ratio(plan) / convert_rate
+        is_delta = options.delta_density is not None
+        packed = schedule.num_bytes if is_delta else schedule.packed_bytes  # patches are made from a packed image
+        self._convert_s = packed * _source_ratio(plan) / convert_rate
+        self._delta_s = schedule.num_bytes * float(is_delta) / (self._copy_rate * costs.encode_of_copy)
+        self._sent_ratio = _sent_ratio(plan, options.delta_density)
+        self._num_writes = np.ones_like(schedule.num_writes) if is_delta else schedule.num_writes
         golden = (np.arange(num_trainers) * 0.6180339887) % 1.0
         amax_s = _amax_s(plan, self._copy_rate, costs)
         self._opens = (golden * options.skew_s + costs.control_s + amax_s).tolist()
@@ -201,6 +209,7 @@ class _Run:
             ("h2d", h2d_s),
             ("gather", gather_s),
             ("convert", float(self._convert_s[chunk])),
+            ("delta", float(self._delta_s[chunk])),
         ):
             if seconds:
                 free = self._stage_free[stage]
@@ -215,13 +224,13 @@ class _Run:
         """Send a chunk through every resource between its sender and its receiver; they work on it together."""
         schedule, topology = self._schedule, self._plan.topology
         s, r = int(schedule.sender[chunk]), int(schedule.receiver[chunk])
-        size = float(schedule.num_bytes[chunk])
+        size = float(schedule.num_bytes[chunk]) * self._sent_ratio
         if topology.is_local[s, r]:
             begin = max(ready, self._link_out.free_at(s))
             end = max(self._link_out.serve(s, begin, size), self._link_in.serve(r, begin, size))
         else:
             begin = max(ready, self._tx.free_at(s))
-            gaps_s = float(schedule.num_writes[chunk]) * topology.nic.gap_us * 1e-6
+            gaps_s = float(self._num_writes[chunk]) * topology.nic.gap_us * 1e-6
             wire_s = max(size / float(self._tx_rate[s]), gaps_s)
             end = max(
                 self._tx.serve(s, begin, size, gather_nic_s + wire_s),
@@ -252,9 +261,16 @@ class _Run:
         """Add verification and commit, and sum up."""
         plan, costs = self._plan, self._costs
         largest = float(plan.rx_bytes.max()) if plan.num_routes else 0.0
-        verify_s = largest / (self._copy_rate * costs.digest_of_copy)
+        verify_s = largest * self._sent_ratio / (self._copy_rate * costs.digest_of_copy)
         in_place = self._options.mode is ReceiverMode.IN_PLACE
-        commit_s = 0.0 if in_place else largest / self._copy_rate
+        apply_s = largest / (self._copy_rate * costs.apply_of_copy)
+        if self._options.delta_density is not None and self._options.mode is not ReceiverMode.PATCH:
+            verify_s += apply_s  # patches are applied to staged, or paused, weights before the commit
+        commit_s = {
+            ReceiverMode.IN_PLACE: 0.0,
+            ReceiverMode.SHADOW: largest / self._copy_rate,
+            ReceiverMode.PATCH: apply_s,
+        }[self._options.mode]
         transfer_s = self._write_end
         control_s = costs.control_s * (costs.num_control_rounds - 1)
         predicted_s = transfer_s + verify_s + commit_s + control_s
@@ -263,7 +279,7 @@ class _Run:
             predicted_s=predicted_s,
             transfer_s=transfer_s,
             pause_s=predicted_s if in_place else commit_s + costs.control_s,
-            wire_bytes=int(np.where(plan.topology.is_local, 0, plan.pair_bytes).sum()),
+            wire_bytes=int(np.where(plan.topology.is_local, 0, plan.pair_bytes).sum() * self._sent_ratio),
             stages=self._stages(verify_s, commit_s),
             num_chunks=self._schedule.num_chunks,
             recorder=self._recorder,
@@ -271,10 +287,12 @@ class _Run:
 
     def _stages(self, verify_s: float, commit_s: float) -> dict[str, float]:
         topology, schedule = self._plan.topology, self._schedule
-        wired = np.where(topology.is_local, 0, self._plan.pair_bytes)
+        wired = np.where(topology.is_local, 0, self._plan.pair_bytes) * self._sent_ratio
         convert_s = np.bincount(schedule.sender, weights=self._convert_s, minlength=topology.num_trainers)
+        delta_s = np.bincount(schedule.sender, weights=self._delta_s, minlength=topology.num_trainers)
         stages = {
             "convert": np.asarray(convert_s, dtype=np.float64),
+            "delta": np.asarray(delta_s, dtype=np.float64),
             "send": _port_seconds(topology.port_of(topology.trainer_device), wired.sum(axis=1), self._tx_rate),
             "receive": _port_seconds(topology.port_of(topology.engine_device), wired.sum(axis=0), self._rx_rate),
             **self._busy,
@@ -297,7 +315,20 @@ def _spread(seconds: Floats, queues: list[list[int]]) -> list[float]:
     return [float(total) / max(len(queue), 1) for total, queue in zip(seconds, queues, strict=True)]
 
 
-def _port_seconds(ports: NDArray[np.int64], num_bytes: NDArray[np.int64], rate: Floats) -> Floats:
+def _sent_ratio(plan: Plan, density: float | None) -> float:
+    """Bytes on the wire per byte of weights."""
+    if density is None or not plan.num_routes:
+        return 1.0
+    sent = plan.row_bytes * plan.fan_out
+    itemsize = plan.recipe.engine.itemsize[plan.dst]
+    patches = sum(
+        patch_bytes(float(sent[itemsize == width].sum()) / width, density, width=int(width))
+        for width in np.unique(itemsize)
+    )
+    return float(patches / sent.sum())
+
+
+def _port_seconds(ports: NDArray[np.int64], num_bytes: Floats, rate: Floats) -> Floats:
     """Seconds every port is busy, as each of its ranks sees it."""
     _, port = np.unique(ports, return_inverse=True)
     return np.asarray(np.bincount(port, weights=num_bytes)[port] / rate, dtype=np.float64)
