@@ -93,10 +93,10 @@ class TransferSettings:
     """With `delta`: whether patches are compressed; for slow links."""
     staging: StagingPolicy = StagingPolicy.NONE
     """Whether trainers keep a copy of what they send, so that the weights may change while it is on its way."""
-    chunk_bytes: int = 32 * MIB
-    """What is converted, compared and sent at a time, where bytes change on their way."""
-    staging_bytes: int = 256 * MIB
-    """Most bytes of chunks one trainer has converted, or compared, and not yet sent."""
+    chunk_bytes: int = 0
+    """What is converted, compared and sent at a time, where bytes change on their way. 0: 32 MiB, on GPUs 256 MiB."""
+    staging_bytes: int = 0
+    """Most bytes of chunks one trainer has converted, or compared, and not yet sent. 0: eight chunks."""
     allow_nonfinite: bool = False
     """Quantise NaN and infinities (to NaN and ±448) instead of refusing the version."""
     transport: str = "auto"
@@ -126,12 +126,7 @@ class TransferSettings:
         if self.mode is ReceiverMode.PATCH and self.delta is DeltaPolicy.OFF:
             raise ConfigError("mode `patch` without delta", hint="set delta to `on`: there are no patches without it")
         object.__setattr__(self, "staging", _member_of(StagingPolicy, self.staging, "staging"))
-        if not 4096 <= self.chunk_bytes <= 1 << 32 or self.chunk_bytes % 64:
-            raise ConfigError(f"chunk_bytes is {self.chunk_bytes}", hint="expected 4096 to 4 GiB, a multiple of 64")
-        if not 4 * self.chunk_bytes <= self.staging_bytes <= 1 << 42:
-            raise ConfigError(
-                f"staging_bytes is {self.staging_bytes}", hint=f"expected four chunks ({4 * self.chunk_bytes}) or more"
-            )
+        self._check_chunks()
         if not 1 <= self.anchor_every <= 1_000_000:
             raise ConfigError(f"anchor_every is {self.anchor_every}", hint="expected 1 to 1000000")
         for name in ("beat_s", "silence_s", "version_s"):
@@ -144,6 +139,26 @@ class TransferSettings:
             )
         if not 1 <= self.num_threads <= 64:
             raise ConfigError(f"num_threads is {self.num_threads}", hint="expected 1 to 64")
+
+    def _check_chunks(self) -> None:
+        chunk, staging = self.chunk_bytes, self.staging_bytes
+        if chunk and (not 4096 <= chunk <= 1 << 32 or chunk % 64):
+            raise ConfigError(f"chunk_bytes is {chunk}", hint="expected 4096 to 4 GiB, a multiple of 64; or 0")
+        least = 4 * (chunk or LARGEST_CHUNK)
+        if staging and not least <= staging <= 1 << 42:
+            raise ConfigError(f"staging_bytes is {staging}", hint=f"expected four chunks ({least}) or more; or 0")
+
+    def chunk_bytes_on(self, device: str) -> int:
+        """What a member with weights on a device deals with at a time."""
+        return self.chunk_bytes or (32 * MIB if device == "cpu" else LARGEST_CHUNK)
+
+    def staging_bytes_on(self, device: str) -> int:
+        """Most bytes of chunks a trainer keeps."""
+        return self.staging_bytes or 8 * self.chunk_bytes_on(device)
+
+
+LARGEST_CHUNK = 256 * MIB
+"""Of those chosen by default."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -29,7 +29,7 @@ COPY_TILE_BYTES = 32 << 10
 BLOCK_BYTES = 16 << 10
 """A block of the digest's space; a tile of the digest lies inside one."""
 WORDS = BLOCK_BYTES // 8
-MAX_TABLES = 64
+MAX_TABLES = 4096
 WHOLE = BLOCK_BYTES
 """Variant of the digest for whole blocks."""
 DIGEST_WARPS = 4

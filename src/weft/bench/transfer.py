@@ -65,6 +65,8 @@ class Row:
     """The writes alone, without what deciding the version takes."""
     wire_bytes: int | None = None
     """What travelled, where it is less than `bytes`."""
+    stages_ms: dict[str, float] | None = None
+    """With patches: how long each stage of the slowest trainer was busy in the last version. Stages overlap."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -282,6 +284,7 @@ def _weft(run: _Run, method: _Method) -> None:
         times, pauses, writes = (statistics.median(column) for column in zip(*found, strict=True))
         verified = all(run.fleet.call("engine", "verify", version=run.version, steps=run.small_steps))
         wire_bytes = controller.statistics().last_wire_bytes if is_delta else None
+        stages = _stages_ms(run) if is_delta else None
         if method.transport == "nixl" and not is_delta:
             bare = [_elapsed(run.fleet.call("trainer", "bare_nixl", start=run.fleet.soon())) for _ in range(run.repeat)]
             run.rates = replace(run.rates, nixl=run.total / statistics.median(bare))
@@ -303,10 +306,17 @@ def _weft(run: _Run, method: _Method) -> None:
             pause_ms=pauses * 1e3,
             write_ms=writes * 1e3,
             wire_bytes=wire_bytes,
+            stages_ms=stages,
             engine_limit_gb_per_s=engine_limit / 1e9 if engine_limit else None,
             fraction_of_engine_limit=run.total / times / engine_limit if engine_limit else None,
         )
     )
+
+
+def _stages_ms(run: _Run) -> dict[str, float]:
+    """Busy milliseconds of each stage, of the trainer where it is longest."""
+    found = [sending["stages"] for sending in run.fleet.call("trainer", "last_sending")]
+    return {name: 1e3 * max(stages[name] for stages in found) for name in found[0]}
 
 
 def _one_version(run: _Run, *, small: bool = False) -> tuple[float, float, float]:

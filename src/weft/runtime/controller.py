@@ -188,6 +188,7 @@ class Controller:
         """Engine rank → the last version it learned of, and the step it had reached then."""
         self._counts: Counter[str] = Counter()
         self._last_abort, self._last_version_s, self._last_wire_bytes = "", 0.0, 0
+        self._last_aborted: int | None = None
         self._planned = threading.Event()
         self._stop = threading.Event()
         self._server = Server(address, messages=ToController, **security)
@@ -554,7 +555,9 @@ class Controller:
                     self._ledger.join(engine=engine, num_ranks=self._ranks_per_engine)
             self._ledger.publish(trainer=trainer, version=version)
         except VersionError as error:
-            refusal = Decide(version=version, commit=False, reason=f"{error}: versions must grow")
+            is_late = version == self._last_aborted  # the others' failure is the reason, not the number
+            reason = self._last_abort if is_late else f"{error}: versions must grow"
+            refusal = Decide(version=version, commit=False, reason=reason)
             self._send(f"trainer {trainer}", refusal)
             return
         if self._transfer is None:
@@ -723,7 +726,7 @@ class Controller:
 
     def _abort(self, decision: Decision) -> None:
         self._counts["aborted"] += 1
-        self._last_abort = decision.reason
+        self._last_abort, self._last_aborted = decision.reason, decision.version
         log.warning("version %d was aborted: %s", decision.version, decision.reason)
         for rank in self._joins("trainer"):
             message = Decide(version=decision.version, commit=False, reason=decision.reason)

@@ -131,7 +131,8 @@ class Parts:
             shard=self._shards[trainer], dst=address, position=position, grid=grid, group=self._groups.group
         )
         is_imaged = settings.delta is DeltaPolicy.ON or settings.staging is StagingPolicy.CPU
-        return link_rows(plan, rows, places, is_imaged=is_imaged, chunk_bytes=settings.chunk_bytes)
+        chunk_bytes = settings.chunk_bytes_on(self._engines[engine].place.device)
+        return link_rows(plan, rows, places, is_imaged=is_imaged, chunk_bytes=chunk_bytes)
 
 
 def _shard_addresses(plan: Plan, join: Join, opened: Opened) -> NDArray[np.int64]:

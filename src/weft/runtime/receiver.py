@@ -326,7 +326,7 @@ class Receiver:
         self._transports.open(message.transports, settings)
         if self._has_patches and self._patch_memory is None:
             self._patch_memory = self._transports.allocate(
-                patch_bytes(self._weights, self._control.num_trainers, settings.chunk_bytes)
+                patch_bytes(self._weights, self._control.num_trainers, settings.chunk_bytes_on(self._weights.device))
             )
         if settings.mode is ReceiverMode.SHADOW:
             if self._landing is None:

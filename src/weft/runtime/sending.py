@@ -41,7 +41,7 @@ class Sending:
         self._outgoing: list[Outgoing] = []
         self.links = [self._connect(target) for target in plan.targets]
         self.chunks = self._make_chunks(plan, grids)
-        self.room = Room([self._staged_bytes(chunk) for chunk in self.chunks], settings.staging_bytes)
+        self.room = Room([self._staged_bytes(chunk) for chunk in self.chunks], settings.staging_bytes_on(device))
         self.memory = self._allocate(self.room.num_bytes) if self.room.num_bytes else None
         self._prepare_chunks(plan)
 
