@@ -94,9 +94,9 @@ class TransferSettings:
     staging: StagingPolicy = StagingPolicy.NONE
     """Whether trainers keep a copy of what they send, so that the weights may change while it is on its way."""
     chunk_bytes: int = 0
-    """What is converted, compared and sent at a time, where bytes change on their way. 0: 32 MiB, on GPUs 256 MiB."""
+    """What is converted, compared and sent at a time, where bytes change on their way. 0: 32 MiB, on GPUs 1 GiB."""
     staging_bytes: int = 0
-    """Most bytes of chunks one trainer has converted, or compared, and not yet sent. 0: eight chunks."""
+    """Most bytes of chunks one trainer has converted, or compared, and not yet sent. 0: 256 MiB, on GPUs 4 GiB."""
     allow_nonfinite: bool = False
     """Quantise NaN and infinities (to NaN and ±448) instead of refusing the version."""
     transport: str = "auto"
@@ -154,10 +154,10 @@ class TransferSettings:
 
     def staging_bytes_on(self, device: str) -> int:
         """Most bytes of chunks a trainer keeps."""
-        return self.staging_bytes or 8 * self.chunk_bytes_on(device)
+        return self.staging_bytes or max(4 * self.chunk_bytes_on(device), 256 * MIB)
 
 
-LARGEST_CHUNK = 256 * MIB
+LARGEST_CHUNK = 1024 * MIB
 """Of those chosen by default."""
 
 
