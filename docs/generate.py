@@ -19,6 +19,8 @@ TRANSFER = json.loads((ROOT / "benchmarks/results/transfer.json").read_text())
 TRANSFER_GPU = json.loads((ROOT / "benchmarks/results/transfer_h200.json").read_text())
 CODEC = json.loads((ROOT / "benchmarks/results/codec.json").read_text())
 CODEC_GPU = json.loads((ROOT / "benchmarks/results/codec_h200.json").read_text())
+FP8 = json.loads((ROOT / "benchmarks/results/fp8.json").read_text())
+PIPELINE = json.loads((ROOT / "benchmarks/results/pipeline.json").read_text())
 SPARSITY = json.loads((ROOT / "benchmarks/results/sparsity.json").read_text())
 FILES = ("README.md", "docs/validation.md", "docs/transfer.md", "docs/codec.md")
 
@@ -225,6 +227,56 @@ def _codec_table(rows: list[dict[str, Any]]) -> str:
     return table(("kernel", "GB/s of weights", "of a copy", "touched", "result", "exact"), cells)
 
 
+def fp8() -> str:
+    """FP8 with and without a gather."""
+    cells = [
+        (
+            row["method"],
+            f"{row['seconds'] * 1e3:.0f} ms",
+            f"{row['exchanged_bytes'] / 1e6:,.2f} MB",
+            f"{row['wire_bytes'] / 1e6:.0f} MB",
+            "yes" if row["exact"] else "**no**",
+        )
+        for row in FP8["rows"]
+    ]
+    header = ("way", "until committed", "between trainers", "to the engine", "bit-equal")
+    found = FP8["machine"]
+    measured = (
+        f"Measured: {FP8['num_trainers']} FSDP2 trainers whose borders cut blocks, one FP8 engine, the shapes of "
+        f"{FP8['model']} ({FP8['source_bytes'] / 1e6:.0f} MB of BF16 become FP8), "
+        f"{found['cores']} cores of {found['cpu']}."
+    )
+    predicted = "; ".join(
+        f"`{row['preset']}` {row['predicted_s']:.2f} s instead of {row['beside_gather']['predicted_s']:.2f} s "
+        f"with a gather ({row['beside_gather']['amax_bytes'] / 1e6:.0f} MB between trainers instead of "
+        f"{row['beside_gather']['gathered_bytes'] / 1e12:.1f} TB)"
+        for row in FP8["simulated"]
+    )
+    return f"{table(header, cells)}\n\n{measured} Predicted: {predicted}."
+
+
+def pipeline() -> str:
+    """Stages in turn and overlapped."""
+    cells = [
+        (
+            row["what"],
+            f"{row['link_gb_per_s']:.2f} GB/s",
+            ", ".join(f"{name} {seconds * 1e3:.0f}" for name, seconds in row["stages_s"].items()),
+            f"{row['serial_s'] * 1e3:.0f} ms",
+            f"{row['overlapped_s'] * 1e3:.0f} ms",
+            f"{row['of_slowest_stage']:.2f} ×",
+            f"{row['peak_staging_bytes'] / 2**20:.1f} of {row['watermark_bytes'] / 2**20:.0f} MiB",
+        )
+        for row in PIPELINE["rows"]
+    ]
+    header = ("what", "link", "stages alone, ms", "in turn", "overlapped", "of the slowest stage", "staged at most")
+    found = PIPELINE["machine"]
+    return (
+        f"{table(header, cells)}\n\nMeasured: one trainer, one FP8 engine, the shapes of {PIPELINE['model']}, a "
+        f"link as slow as all other stages together; {found['cores']} cores of {found['cpu']}."
+    )
+
+
 def sparsity() -> str:
     """What changes at RL learning rates."""
     cells = [
@@ -260,6 +312,8 @@ def sparsity() -> str:
 BLOCKS = {
     "codec": codec,
     "codec-gpu": codec_gpu,
+    "fp8": fp8,
+    "pipeline": pipeline,
     "sparsity": sparsity,
     "transfer": transfer,
     "transfer-gpu": transfer_gpu,

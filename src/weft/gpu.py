@@ -188,7 +188,8 @@ class GpuWork:
         self._stream = torch.cuda.Stream(self._device)
         keys = np.concatenate([native.ALPHA, native.BETA, native.GAMMA]).view(np.int64)
         self._keys = torch.from_numpy(keys.copy()).to(self._device)
-        self._cache: dict[tuple[int, ...], tuple[tuple[Column, ...], list[_Tiles]]] = {}
+        self._cache: dict[tuple[int, ...], list[_Tiles]] = {}
+        """Tables, as long as the columns they were made from."""
 
     def allocate(self, num_bytes: int) -> torch.Tensor:
         """Device memory, as bytes."""
@@ -273,8 +274,10 @@ class GpuWork:
                 _Tiles(tuple(torch.from_numpy(table).to(self._device) for table in tables), variant)
                 for tables, variant in cut(*columns)
             ]
-            self._cache[key] = columns, tiles
-        return self._cache[key][1]
+            self._cache[key] = tiles
+            for column in columns:  # an address of a column that is gone may be that of another one tomorrow
+                weakref.finalize(column, self._cache.pop, key, None)
+        return self._cache[key]
 
 
 Tables = tuple[NDArray[np.int64], ...]

@@ -56,6 +56,30 @@ def test_every_codec_gives_what_its_reference_gives():
     assert sum(row["exact"] is True for row in report["rows"]) >= 10
 
 
+def test_fp8_is_exact_with_and_without_a_gather():
+    command = [sys.executable, "-m", "weft", "bench", "fp8", "--model", "smallest", "--repeat", "1", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 0, done.stderr
+    weft, gather = json.loads(done.stdout)["rows"]
+    assert weft["exact"]
+    assert gather["exact"]
+    assert weft["wire_bytes"] == gather["wire_bytes"] > 0
+    assert weft["exchanged_bytes"] > 0
+    assert gather["exchanged_bytes"] > 0
+
+
+def test_stages_over_a_slow_link_stay_below_the_watermark():
+    command = [sys.executable, "-m", "weft", "bench", "pipeline", "--model", "smallest", "--repeat", "1", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(done.stdout)["rows"]
+    assert [set(row["stages_s"]) for row in rows] == [
+        {"amax", "convert", "write"},
+        {"amax", "convert", "delta", "write"},
+    ]
+    assert all(row["exact"] and 0 < row["peak_staging_bytes"] <= row["watermark_bytes"] for row in rows)
+
+
 def test_the_controller_command_serves_members_and_says_what_happened():
     command = [
         sys.executable, "-m", "weft", "controller", "--trainers", "1", "--engine-ranks", "1",

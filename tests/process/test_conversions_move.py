@@ -114,6 +114,26 @@ def test_engines_whose_fp8_cannot_be_made_are_refused(engine, what):
         arena.receivers[0].wait(20.0)
 
 
+def test_engines_that_share_scales_differently_are_refused():
+    codes = [torch.zeros(256, 128, dtype=torch.uint8).view(torch.float8_e4m3fn) for _ in range(2)]
+    engines = [
+        weights_of(module({"w": codes[0], "w_scale_inv": torch.zeros(2, 1)})),
+        weights_of(module({"w": codes[1], "w_scale_inv": torch.zeros(256, 1)})),
+    ]
+    with (
+        Arena([weights_of(module({"w": torch.randn(256, 128)}))], engines) as arena,
+        pytest.raises(ProtocolError, match=r"`w` is wanted with scales of \[2, 1\] .* and of \[256, 1\]"),
+    ):
+        arena.receivers[1].wait(20.0)
+
+
+def test_what_is_missing_is_said_to_everybody():
+    with Arena([weights_of(module({"other": torch.randn(8, 8)}))], [fp8_engine((64, 64))]) as arena:
+        for receive in (lambda: arena.receivers[0].wait(20.0), lambda: arena.senders[0].publish(version=1)):
+            with pytest.raises(ProtocolError, match="missing: w"):
+                receive()
+
+
 def test_weights_may_change_once_released_although_nothing_was_sent():
     """With staging the copy is what is sent, however late the engine takes it."""
     weight = torch.randn(512, 512)

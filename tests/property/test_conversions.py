@@ -13,6 +13,7 @@ from tests.support.arena import Arena
 from tests.support.fp8_reference import quantized
 from weft.core.scaling import Scaling, block_sides, scale_shape
 from weft.integrations.torch import weights_of
+from weft.runtime import grids
 from weft.runtime.weights import Part
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.float8_e4m3fn}
@@ -21,10 +22,13 @@ Box = tuple[tuple[int, int], tuple[int, int]]
 
 @st.composite
 def cuts(draw, shape: tuple[int, int], num_parts: int) -> list[Box]:
-    """The boxes of some ranks: rows, columns, or the whole on all of them."""
-    how = draw(st.sampled_from(["rows", "columns", "whole"]))
+    """The boxes of some ranks: rows, columns, two shards with replicas, or the whole on all of them."""
+    how = draw(st.sampled_from(["rows", "columns", "whole", "hybrid"]))
     if how == "whole":
         return [((0, 0), shape)] * num_parts
+    if how == "hybrid" and num_parts > 1:
+        border = draw(st.integers(1, shape[0]))
+        return [((0, 0), (border, shape[1])) if n % 2 else ((border, 0), shape) for n in range(num_parts)]
     size = shape[0] if how == "rows" else shape[1]
     inner = draw(st.lists(st.integers(0, size), min_size=num_parts - 1, max_size=num_parts - 1))
     borders = [0, *sorted(inner), size]
@@ -37,12 +41,13 @@ def cuts(draw, shape: tuple[int, int], num_parts: int) -> list[Box]:
 @st.composite
 def cases(draw):
     """A few matrices with their precisions and layouts on both sides, and how they travel."""
-    num_trainers, num_engines = draw(st.integers(1, 4)), draw(st.integers(1, 2))
+    num_trainers, num_engines = draw(st.integers(1, 5)), draw(st.integers(1, 2))
     matrices = {}
     for number in range(draw(st.integers(1, 3))):
         shape = draw(st.tuples(st.integers(1, 300), st.integers(1, 300)))
-        wanted = draw(st.sampled_from(["fp8", "fp8", "fp32", "bf16", "fp16"]))
-        given_as = draw(st.sampled_from(["bf16", "fp32"] if wanted == "fp8" else ["bf16", "fp32", "fp16"]))
+        kinds = st.sampled_from(["fp8", "fp8", "fp32", "bf16", "fp16"])
+        wanted = draw(st.lists(kinds, min_size=num_engines, max_size=num_engines))
+        given_as = draw(st.sampled_from(["bf16", "fp32"] if "fp8" in wanted else ["bf16", "fp32", "fp16"]))
         matrices[f"w{number}"] = {
             "shape": shape,
             "from": given_as,
@@ -93,8 +98,8 @@ def engine_side(matrices, rank):
         box = matrix["engines"][rank]
         if not held(box):
             continue
-        found = {name: (box, matrix["shape"], DTYPES[matrix["to"]])}
-        if matrix["to"] == "fp8":
+        found = {name: (box, matrix["shape"], DTYPES[matrix["to"][rank]])}
+        if matrix["to"][rank] == "fp8":
             scale_box = blocks_of(box, matrix["shape"], matrix["scaling"])
             found[f"{name}_scale_inv"] = (scale_box, scale_shape(matrix["shape"], matrix["scaling"]), torch.float32)
         for key, (where, shape, dtype) in found.items():
@@ -105,15 +110,21 @@ def engine_side(matrices, rank):
     return tensors, parts, boxes
 
 
-def expected(matrices, weights) -> dict[str, torch.Tensor]:
-    """Whole engine tensors of a version."""
+def expected(matrices, weights, rank) -> dict[str, torch.Tensor]:
+    """Whole tensors of a version, as an engine rank wants them."""
     found = {}
     for name, matrix in matrices.items():
-        if matrix["to"] == "fp8":
+        if matrix["to"][rank] == "fp8":
             found[name], found[f"{name}_scale_inv"] = quantized(weights[name], matrix["scaling"])
         else:
-            found[name] = weights[name].to(DTYPES[matrix["to"]])
+            found[name] = weights[name].to(DTYPES[matrix["to"][rank]])
     return found
+
+
+def spoil(tensors: dict[str, torch.Tensor]) -> None:
+    """Weights that were released may change at once."""
+    for tensor in tensors.values():
+        tensor.fill_(3e4)
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
@@ -121,8 +132,14 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous().view(kinds[tensor.element_size()])
 
 
+@pytest.fixture(autouse=True)
+def small_groups(monkeypatch):
+    """Magnitudes are exchanged in several groups."""
+    monkeypatch.setattr(grids, "GROUP_BYTES", 20_000)
+
+
 @settings(
-    max_examples=40,
+    max_examples=60,
     deadline=None,
     suppress_health_check=list(HealthCheck),
     phases=[Phase.explicit, Phase.reuse, Phase.generate],  # shrinking a whole system takes minutes
@@ -165,10 +182,10 @@ def test_engines_hold_what_the_reference_says(case, seed):
                 for rank, tensors in enumerate(trainers):
                     if name in tensors:
                         tensors[name].copy_(local(whole, matrices[name]["trainers"][rank]))
-            for publication in arena.publish(version):
+            for publication in arena.publish(version, on_released=lambda rank: spoil(trainers[rank])):
                 assert publication.peak_staging_bytes <= options["staging_bytes"]
-            whole_engine = expected(matrices, weights)
-            for tensors, _, boxes in engines:
+            for rank, (tensors, _, boxes) in enumerate(engines):
+                whole_engine = expected(matrices, weights, rank)
                 for name, tensor in tensors.items():
                     assert torch.equal(bits(tensor), bits(local(whole_engine[name], boxes[name]))), (version, name)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Self
 
@@ -39,11 +39,22 @@ class Arena:
             for rank, weights in enumerate(trainers)
         ]
 
-    def publish(self, version: int) -> list[Publication]:
-        """Publish, commit everywhere, and return the trainers' publications."""
+    def publish(self, version: int, on_released: Callable[[int], None] = lambda _: None) -> list[Publication]:
+        """Publish, commit everywhere, and return the trainers' publications.
+
+        `on_released` is called with a trainer's rank as soon as its weights may change.
+        """
         publications = [sender.publish(version=version) for sender in self.senders]
-        with ThreadPoolExecutor(len(self.receivers)) as pool:  # in place all engines pause at the same time
+
+        def release(rank: int) -> None:
+            publications[rank].wait_released(WAIT_S)
+            on_released(rank)
+
+        with ThreadPoolExecutor(len(self.receivers) + len(self.senders)) as pool:  # in place engines pause together
+            released = [pool.submit(release, rank) for rank in range(len(self.senders))]
             assert all(pool.map(lambda receiver: receiver.wait(WAIT_S).commit(WAIT_S), self.receivers))
+            for future in released:
+                future.result(WAIT_S)
         for publication in publications:
             publication.wait_committed(WAIT_S)
         return publications

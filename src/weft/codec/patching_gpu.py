@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 
 import torch
@@ -21,7 +22,7 @@ class GpuPatcher:
     def __init__(self, device: str) -> None:
         self._device = torch.device(device)
         self._work = GpuWork(self._device.index or 0)
-        self._rows: dict[tuple[int, int], tuple[Column, DeviceRows]] = {}
+        self._rows: dict[tuple[int, int], DeviceRows] = {}
 
     def encode(
         self, layout: ImageLayout, now: int, old: int | None, out: int, capacity: int, *, base: int, version: int
@@ -92,8 +93,9 @@ class GpuPatcher:
             part = layout.sections[number]
             rows = ImageRows(begin=part.row_begin, address=address[part.rows], length=layout.length[part.rows])
             made = DeviceRows.of(rows, part.width, part.num_elements, self._device)
-            self._rows[key] = address, made
-        return self._rows[key][1]
+            self._rows[key] = made
+            weakref.finalize(address, self._rows.pop, key, None)
+        return self._rows[key]
 
 
 def _header(patch: torch.Tensor) -> PatchHeader:

@@ -57,7 +57,7 @@ class AmaxExchange:
 
     def learn(self, trainer: int, group: int, keys: Keys) -> None:
         """Which blocks a trainer means, from now on."""
-        if len(keys):
+        if len(keys) and trainer in self._holders.get(group, frozenset()):
             self._keys[trainer, group] = keys
 
     def _largest(self, group: int, found: Mapping[int, Floats]) -> dict[int, Floats]:

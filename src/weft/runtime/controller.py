@@ -31,7 +31,7 @@ from weft.core import plan_file
 from weft.core.plan import Plan
 from weft.core.topology import Cluster, load_topology
 from weft.core.version import CommitPolicy, Decision, VersionLedger
-from weft.errors import ConfigError, VersionError, WeftError
+from weft.errors import ConfigError, PlanError, VersionError, WeftError
 from weft.runtime.amax import AmaxExchange
 from weft.runtime.channel import Server
 from weft.runtime.matching import plan_members
@@ -302,7 +302,7 @@ class Controller:
             case Want(version=version):
                 self._wants[rank] = version
                 self._let_go()
-            case Amax(version=version, group=group):
+            case Amax(version=version, group=group) if known.join.side == "trainer":
                 self._exchange(rank, version, group, message)
             case Written(version=version, parts=parts, losses=losses):
                 self._written(rank, version, parts, losses)
@@ -436,6 +436,10 @@ class Controller:
             parts = Parts(plan, digest, (trainers, engines), opened, transports, self._settings)  # type: ignore[arg-type]
         except WeftError as error:
             self._refuse_all(error)
+            return
+        except Exception as error:  # a defect of ours: whoever reported last is not to blame
+            log.exception("a defect while planning")
+            self._refuse_all(PlanError(f"{type(error).__name__} while planning: {error}"))
             return
         self._plan, self._plan_digest = plan, digest
         self._amax = AmaxExchange(parts.holders)

@@ -3,7 +3,6 @@ holders exchange them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -70,7 +69,7 @@ def trainer_grids(plan: Plan, groups: Groups, trainer: int, shard_address: NDArr
         grid = grid_of(plan, tensor)
         mine = _rect(layout.lo[shard], layout.extent[shard])
         is_sole = layout.groups.sizes[layout.group_of[shard]] == 1
-        rects = [mine] if is_sole else list(_needed(grid, mine, sent.get(tensor, [])))
+        rects = [mine] if is_sole else _needed(grid, mine, sent.get(tensor, []))
         for rect in rects:
             found.setdefault(tensor, []).append(_box(plan, shard, shard_address[shard], mine, rect))
     return {tensor: _grid_message(plan, groups, tensor, boxes) for tensor, boxes in found.items()}
@@ -143,7 +142,7 @@ def _sent_boxes(plan: Plan, trainer: int) -> dict[int, list[_Rect]]:
     return found
 
 
-def _needed(grid: Grid, mine: _Rect, sent: list[_Rect]) -> Iterator[_Rect]:
+def _needed(grid: Grid, mine: _Rect, sent: list[_Rect]) -> list[_Rect]:
     """Of a shard that others hold too: the blocks of what is sent, and those at its borders, which others may need."""
     (top, left), (bottom, right) = mine
     height, width = grid.block
@@ -153,10 +152,16 @@ def _needed(grid: Grid, mine: _Rect, sent: list[_Rect]) -> Iterator[_Rect]:
         ((top, left), (bottom, min(-(-left // width) * width, right))) if left % width else None,
         ((top, max(right // width * width, left)), mine[1]) if right % width and right < grid.columns else None,
     ]
-    for rect in [*edges, *(_hull(grid, box) for box in sent)]:
-        cut = _intersect(rect, mine) if rect is not None else None
-        if cut is not None:
-            yield cut
+    wanted = [_intersect(rect, mine) for rect in (*edges, *(_hull(grid, box) for box in sent)) if rect is not None]
+    kept: list[_Rect] = []
+    for rect in sorted({rect for rect in wanted if rect is not None}, key=_area, reverse=True):
+        if not any(_intersect(rect, larger) == rect for larger in kept):
+            kept.append(rect)
+    return kept
+
+
+def _area(rect: _Rect) -> int:
+    return (rect[1][0] - rect[0][0]) * (rect[1][1] - rect[0][1])
 
 
 def _hull(grid: Grid, rect: _Rect) -> _Rect:

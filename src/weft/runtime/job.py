@@ -23,9 +23,9 @@ class Link:
     obstacle: str = ""
     direct: list[Batch] = field(default_factory=list)
     """Rows that go straight from the weights: all at once, or some with every chunk, so that neither waits."""
-    chunks: list[Batch] = field(default_factory=list)
-    """What each chunk writes; empty for patches, which differ."""
-    slots: list[int] = field(default_factory=list)
+    chunks: dict[int, Batch] = field(default_factory=dict)
+    """What each chunk writes, by its number; empty for patches, which differ."""
+    slots: dict[int, int] = field(default_factory=dict)
     """Where the patch of each chunk goes."""
 
     @property
@@ -40,8 +40,14 @@ class Sent:
 
     num_bytes: int = 0
     digest: int = 0
-    sizes: list[int] = field(default_factory=list)
+    sizes: dict[int, int] = field(default_factory=dict)
+    """Bytes of the patch of each chunk, by its number."""
     loss: str = ""
+
+    @property
+    def sizes_in_order(self) -> list[int]:
+        """As receivers count chunks."""
+        return [self.sizes[number] for number in sorted(self.sizes)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,8 +25,34 @@ Int64s = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PlanTables:
+    """What links look up in a plan, computed once."""
+
+    num_dims: Int64s
+    """Of every trainer tensor."""
+    weight: Int64s
+    """Its own number; of scales, that of the weight they belong to."""
+    trainer_dtype: Int64s
+    engine_dtype: Int64s
+
+    @classmethod
+    def of(cls, plan: Plan) -> PlanTables:
+        """For all links of a plan."""
+        tensors = plan.trainer.tensors
+        number = {tensor.name: i for i, tensor in enumerate(tensors)}
+        return cls(
+            num_dims=np.array([len(tensor.shape) for tensor in tensors], dtype=np.int64),
+            weight=np.array([number[t.name.removesuffix(SCALE_SUFFIX)] for t in tensors], dtype=np.int64),
+            trainer_dtype=_dtype_numbers(plan.trainer),
+            engine_dtype=_dtype_numbers(plan.recipe.engine),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Places:
     """Where shards and engine tensors lie, by row of their layouts."""
+
+    tables: PlanTables
 
     shard: Int64s
     """Address of each trainer shard; 0 where the trainer does not hold it."""
@@ -187,11 +213,12 @@ class _Boxes:
 
 def _boxes(plan: Plan, rows: Ints, places: Places) -> _Boxes:
     """Converted routes as boxes with two dimensions, in the order in which their scales become known."""
-    _check_straight(plan, rows)
+    tables = places.tables
+    _check_straight(plan, rows, tables)
     trainer, engine = plan.trainer, plan.recipe.engine
     shard, dst, axes = plan.shard[rows], plan.dst[rows], plan.recipe.axes[plan.piece[rows]]
     tensor = trainer.tensor_of[shard]
-    num_dims = np.array([len(t.shape) for t in trainer.tensors], dtype=np.int64)[tensor]
+    num_dims = tables.num_dims[tensor]
     op = plan.recipe.op[plan.piece[rows]].astype(np.int64)
     lo, extent = plan.src_lo[rows].astype(np.int64), plan.src_extent[rows].astype(np.int64)
     strides = trainer.strides[shard].astype(np.int64)
@@ -206,16 +233,16 @@ def _boxes(plan: Plan, rows: Ints, places: Places) -> _Boxes:
     offset = offset[number] + (outer * strides[number, :-2]).sum(axis=1)
     dst_offset = dst_offset[number] + (outer * dst_strides[number, :-2]).sum(axis=1)
     src_item, dst_item = trainer.itemsize[tensor].astype(np.int64), engine.itemsize[dst].astype(np.int64)
-    weight = _weights(trainer)[tensor]
+    weight = tables.weight[tensor]
     is_scale = op == Op.SCALE
     boxes = _Boxes(
         op=op[number],
-        group=places.group[weight][number],
+        group=np.where(op == Op.CAST, -1, places.group[weight])[number],
         grid=places.grid[weight][number],
         src=np.where(is_scale[number], 0, places.shard[shard][number] + offset * src_item[number]),
         stride=(strides[:, -2] * src_item)[number],
-        src_dtype=_dtype_numbers(trainer)[tensor][number],
-        dst_dtype=_dtype_numbers(engine)[engine.tensor_of[dst]][number],
+        src_dtype=tables.trainer_dtype[tensor][number],
+        dst_dtype=tables.engine_dtype[engine.tensor_of[dst]][number],
         first_row=lo[number, -2],
         first_column=lo[number, -1],
         rows=extent[number, -2],
@@ -226,16 +253,18 @@ def _boxes(plan: Plan, rows: Ints, places: Places) -> _Boxes:
         column_stride=dst_strides[number, -1],
         itemsize=dst_item[number],
     )
+    if ((boxes.grid < 0) & (boxes.op != Op.CAST)).any():
+        raise PlanError("a trainer sends FP8 of a matrix it does not look at", hint="this is a defect of weft")
     return boxes.take(np.lexsort((boxes.src, boxes.op, boxes.group)))
 
 
-def _check_straight(plan: Plan, rows: Ints) -> None:
+def _check_straight(plan: Plan, rows: Ints, tables: PlanTables) -> None:
     """Conversions keep the order of dimensions, and read elements that lie next to each other."""
     axes = plan.recipe.axes[plan.piece[rows]]
     mapped = np.where(axes >= 0, axes, -1)
     turned = (np.maximum.accumulate(mapped, axis=1) > mapped) & (axes >= 0)
     shard = plan.shard[rows]
-    num_dims = np.array([len(t.shape) for t in plan.trainer.tensors])[plan.trainer.tensor_of[shard]]
+    num_dims = tables.num_dims[plan.trainer.tensor_of[shard]]
     last = _right_aligned(plan.trainer.strides[shard].astype(np.int64), num_dims, 1)[:, -1]
     wide = _right_aligned(plan.src_extent[rows].astype(np.int64), num_dims, 1)[:, -1] > 1
     wrong = (turned & (plan.extent[rows] > 1)).any(axis=1) | ((last != 1) & wide)
@@ -265,12 +294,6 @@ def _outer_coordinates(extent: Int64s) -> tuple[Int64s, Int64s]:
     for dim in range(extent.shape[1] - 1, -1, -1):
         rest, found[:, dim] = np.divmod(rest, extent[number, dim])
     return number, found
-
-
-def _weights(trainer: Layout) -> Int64s:
-    """For every trainer tensor its number; for scales that of the weight they belong to."""
-    number = {tensor.name: i for i, tensor in enumerate(trainer.tensors)}
-    return np.array([number[tensor.name.removesuffix(SCALE_SUFFIX)] for tensor in trainer.tensors], dtype=np.int64)
 
 
 def _dtype_numbers(layout: Layout) -> Int64s:

@@ -59,9 +59,10 @@ class _Matched:
             for held in held_by_engines.values()
         }
         quantized = {
-            name
-            for name, held in held_by_engines.items()
-            if held.dtype == FP8 and _dtype(tensors, sources[name]) != FP8
+            held.name
+            for join in engines.values()
+            for held in join.held
+            if held.dtype == FP8 and _dtype(tensors, sources[held.name]) != FP8
         }
         scales = {
             name: weight for name, weight in _scales_of(held_by_engines) if weight in quantized and name not in tensors
@@ -153,13 +154,27 @@ def _recipe(engines: Mapping[int, Join], matched: _Matched, *, num_replicas: int
         for rank, join in engines.items()
     }
     pieces = {rank: [_piece(held, matched) for held in join.held] for rank, join in engines.items()}
-    scaling = {
-        matched.sources[held.name]: kind
-        for join in engines.values()
-        for held in join.held
-        if held.name in matched.scales and (kind := matched.scaling(held)) is not Scaling.BLOCK
-    }
-    return replace(Recipe.from_pieces(tensors, pieces), num_replicas=num_replicas, scaling=scaling)
+    recipe = Recipe.from_pieces(tensors, pieces)
+    return replace(recipe, num_replicas=num_replicas, scaling=_scalings(engines, matched))
+
+
+def _scalings(engines: Mapping[int, Join], matched: _Matched) -> dict[str, Scaling]:
+    """Which elements of each source share a scale; the same on all engines."""
+    found: dict[str, tuple[Scaling, HeldShard]] = {}
+    for join in engines.values():
+        for held in join.held:
+            source = matched.sources[held.name]
+            if held.name not in matched.scales or source not in matched.tensors:
+                continue  # what is missing is reported with everything else that is
+            kind = matched.scaling(held)
+            known, other = found.setdefault(source, (kind, held))
+            if known is not kind:
+                raise LayoutError(
+                    f"`{source}` is wanted with scales of {list(other.shape)} (`{other.name}`) and of "
+                    f"{list(held.shape)} (`{held.name}`)",
+                    hint="let all engines share scales in the same way: blocks, rows, or whole tensors",
+                )
+    return {source: kind for source, (kind, _) in found.items() if kind is not Scaling.BLOCK}
 
 
 def _piece(held: HeldShard, matched: _Matched) -> Piece:

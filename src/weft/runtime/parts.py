@@ -13,7 +13,7 @@ from weft.core.layout import DTYPE_BYTES
 from weft.core.plan import Plan
 from weft.errors import PlanError
 from weft.runtime.grids import Groups, trainer_grids
-from weft.runtime.link_rows import LinkRows, Places, link_rows
+from weft.runtime.link_rows import LinkRows, Places, PlanTables, link_rows
 from weft.runtime.messages import Join, Opened, ReceivePlan, SendPlan, Source, Target, pack
 
 ALIGN = 256
@@ -42,6 +42,12 @@ class Parts:
         self._grids = {
             trainer: trainer_grids(plan, self._groups, trainer, address) for trainer, address in self._shards.items()
         }
+        self._destinations = {
+            engine: _destinations(plan, engine, join, self._to[engine]) for engine, join in self._engines.items()
+        }
+        self._tables = PlanTables.of(plan)
+        self._routes = np.argsort(plan.pair, kind="stable")
+        self._sorted_pairs = plan.pair[self._routes]
         self._rows = {
             (int(trainer), int(engine)): self._make_rows(int(trainer), int(engine))
             for trainer, engine in zip(*np.nonzero(plan.pair_bytes), strict=True)
@@ -122,13 +128,19 @@ class Parts:
 
     def _make_rows(self, trainer: int, engine: int) -> LinkRows:
         plan, settings = self._plan, self._settings
-        routes = np.flatnonzero(plan.pair == trainer * plan.topology.num_engines + engine)
-        rows = np.searchsorted(plan.first, routes, side="right") - 1
-        address, position = _destinations(plan, engine, self._engines[engine], self._to[engine])
+        pair = trainer * plan.topology.num_engines + engine
+        first, last = np.searchsorted(self._sorted_pairs, [pair, pair + 1])
+        rows = np.searchsorted(plan.first, self._routes[first:last], side="right") - 1
+        address, position = self._destinations[engine]
         grid = np.full(len(plan.trainer.tensors), -1, dtype=np.int64)
         grid[list(self._grids[trainer])] = np.arange(len(self._grids[trainer]))
         places = Places(
-            shard=self._shards[trainer], dst=address, position=position, grid=grid, group=self._groups.group
+            tables=self._tables,
+            shard=self._shards[trainer],
+            dst=address,
+            position=position,
+            grid=grid,
+            group=self._groups.group,
         )
         is_imaged = settings.delta is DeltaPolicy.ON or settings.staging is StagingPolicy.CPU
         chunk_bytes = settings.chunk_bytes_on(self._engines[engine].place.device)

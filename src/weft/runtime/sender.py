@@ -224,7 +224,13 @@ class Sender:
     def _report(self, version: int, sent: dict[int, Sent]) -> Written:
         """What was written, and what could not be."""
         parts = [
-            Part(trainer=self._rank, engine=engine, num_bytes=s.num_bytes, digest=s.digest & _MASK, sizes=s.sizes)
+            Part(
+                trainer=self._rank,
+                engine=engine,
+                num_bytes=s.num_bytes,
+                digest=s.digest & _MASK,
+                sizes=s.sizes_in_order,
+            )
             for engine, s in sent.items()
             if not s.loss
         ]

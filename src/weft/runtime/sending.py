@@ -101,13 +101,13 @@ class Sending:
                     continue
                 target = targets[link.engine]
                 if is_delta:
-                    link.slots.append(target.slot + chunk.outgoing.patch_begins[chunk.number])
+                    link.slots[chunk.number] = target.slot + chunk.outgoing.patch_begins[chunk.number]
                     continue
                 rows = chunk.outgoing.rows[chunk.number]
                 src = np.zeros(rows.stop, dtype=np.uint64)
                 src[rows] = chunk.outgoing.layouts[chunk.number].addresses(self.place(number))
                 try:
-                    link.chunks.append(self._batch(link, target, rows, src))
+                    link.chunks[chunk.number] = self._batch(link, target, rows, src)
                 except TransportError as error:
                     link.obstacle = str(error)
 

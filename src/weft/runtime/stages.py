@@ -11,6 +11,7 @@ Rows that are the same on both sides are posted straight from the weights. Every
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Sequence
 
@@ -41,7 +42,7 @@ def send_version(
     whole = [(link, batch) for link in wanted if not link.has_chunks for batch in link.direct]
     posted = _post_all(sending, job, whole, sent)
     numbers = [n for n, chunk in enumerate(sending.chunks) if any(link.engine in sent for link in chunk.links)]
-    if numbers:
+    if numbers or sending.groups:  # others may need the magnitudes of what this trainer holds and does not send
         _begin_version(sending, job, numbers)
         is_read = any(link.direct for link in wanted)
         run_stages(job.flow, VersionStages(sending, job, numbers, sent, tell).all(releases=not is_read))
@@ -57,7 +58,7 @@ def _begin_version(sending: Sending, job: Job, numbers: list[int]) -> None:
         takers = {holds[link.engine] for link in outgoing.links if link.engine in holds}
         outgoing.outgoing.begin(job.go.version, takers)
     sending.room.empty()
-    sending.room.skip_to(numbers[0])
+    sending.room.skip_to(numbers[0] if numbers else 0)
 
 
 def _post_all(sending: Sending, job: Job, batches: list[tuple[Link, Batch]], sent: dict[int, Sent]) -> Posted:
@@ -100,12 +101,18 @@ class VersionStages:
         self._patch_bytes: dict[int, int] = {}
         self._last_end = 0.0
         self._releases = False
+        self._reading: set[str] = set()
+        """Stages that still read the weights."""
+        self._lock = threading.Lock()
 
     def all(self, *, releases: bool) -> list[Stage]:
         """In their order. `releases`: whether the weights may change once all chunks are converted."""
         flow, count = self._job.flow, len(self._numbers)
         self._releases = releases
         stages = [Stage("amax", len(self._of.groups), self._find_amax)] if self._of.groups else []
+        if not count:
+            return stages
+        self._reading = {"convert", *(stage.name for stage in stages)}
         stages.append(Stage("convert", count, self._convert, self._can_convert))
         if self._is_delta:
             stages.append(Stage("delta", count, self._encode, self._can_encode))
@@ -125,7 +132,16 @@ class VersionStages:
         self._of.told.add(group)
         values = converter.amax(cut).astype("<f4").tobytes()
         self._tell(Amax(version=self._job.go.version, group=group, keys=keys, values=values))
+        if item + 1 == len(self._of.groups):
+            self._has_read("amax")
         return len(values)
+
+    def _has_read(self, stage: str) -> None:
+        """A stage reads the weights no more; when none does, they may change."""
+        with self._lock:
+            self._reading.discard(stage)
+            if self._releases and not self._reading:
+                self._job.on_released()
 
     def _groups(self, item: int) -> list[int]:
         """Groups whose scales must be known for a chunk, and are not yet in use."""
@@ -145,8 +161,8 @@ class VersionStages:
         if not chunk.outgoing.is_kept:
             self._of.room.enter(number)
         num_bytes = chunk.outgoing.fill(chunk.number, self._of.place(number))
-        if self._releases and item + 1 == len(self._numbers):
-            self._job.on_released()
+        if item + 1 == len(self._numbers):
+            self._has_read("convert")
         return num_bytes
 
     def _can_encode(self, item: int) -> bool:
@@ -174,7 +190,7 @@ class VersionStages:
         if not self._is_delta:
             return link.chunks[number]
         num_bytes = self._patch_bytes[item]
-        self._sent[link.engine].sizes.append(num_bytes)
+        self._sent[link.engine].sizes[number] = num_bytes
         return self._of.patch_batch(link, number, self._of.staged(self._numbers[item]), num_bytes)
 
     def _finish(self, item: int) -> int:

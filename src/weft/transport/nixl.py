@@ -125,22 +125,24 @@ class NixlTransport(Transport[_Peer]):
         if inside:  # NIXL does not find memory that is registered twice
             self._lists.setdefault((address, num_bytes), None)
         else:
-            try:
-                self._lists[address, num_bytes] = self._agent.register_memory(
-                    [(address, num_bytes, self._device_number, "")], self._kind
-                )
-            except Exception as error:
-                raise RegistrationError(f"NIXL cannot register {num_bytes} bytes at {address:#x}: {error}") from error
+            self._lists[address, num_bytes] = self._register(address, num_bytes, self._device_number, self._kind)
         return Descriptor(transport="nixl", address=address, num_bytes=num_bytes, data=b"")
 
     def register_source(self, address: int, num_bytes: int) -> Handle:
         """Pinned host memory is known to NIXL as such, also where this transport is for a GPU's."""
         if self._kind == "DRAM" or not _is_pinned(address, num_bytes):
             return super().register_source(address, num_bytes)
+        self._lists[address, num_bytes] = self._register(address, num_bytes, 0, "DRAM")
         self._host_sources.add((address, num_bytes))
         self._registered.add(address, num_bytes)
-        self._lists[address, num_bytes] = self._agent.register_memory([(address, num_bytes, 0, "")], "DRAM")
         return Handle(address=address, num_bytes=num_bytes)
+
+    def _register(self, address: int, num_bytes: int, device: int, kind: str) -> Any:
+        """NIXL's own registration."""
+        try:
+            return self._agent.register_memory([(address, num_bytes, device, "")], kind)
+        except Exception as error:
+            raise RegistrationError(f"NIXL cannot register {num_bytes} bytes at {address:#x}: {error}") from error
 
     def allocate(self, num_bytes: int) -> Memory:
         """Memory of the device."""
@@ -155,6 +157,7 @@ class NixlTransport(Transport[_Peer]):
         """Undo a registration and tell NIXL."""
         super().deregister(handle)
         if not self._registered.has(handle.address, handle.num_bytes):
+            self._host_sources.discard((handle.address, handle.num_bytes))
             registered = self._lists.pop((handle.address, handle.num_bytes))
             if registered is not None:
                 self._agent.deregister_memory(registered)
