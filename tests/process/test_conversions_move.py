@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 
 import numpy as np
 import pytest
@@ -11,9 +12,12 @@ import torch
 from tests.process.runtime_members import Fleet
 from tests.property.test_conversions import module
 from tests.support.arena import Arena
+from tests.support.fp8_reference import quantized
+from weft.codec import fp8
+from weft.core.scaling import Scaling
 from weft.errors import LayoutError, ProtocolError, VersionError
 from weft.integrations.torch import weights_of
-from weft.runtime.weights import Weights
+from weft.runtime.weights import Part, Weights
 
 SHAPES = {"a": (520, 700), "b": (130, 257), "c": (1000,), "d": (300, 128)}
 """Four trainers cut rows inside blocks."""
@@ -132,6 +136,33 @@ def test_what_is_missing_is_said_to_everybody():
         for receive in (lambda: arena.receivers[0].wait(20.0), lambda: arena.senders[0].publish(version=1)):
             with pytest.raises(ProtocolError, match="missing: w"):
                 receive()
+
+
+def test_trainers_that_hold_blocks_and_send_none_tell_their_magnitudes_before_they_are_released(monkeypatch):
+    """Two shards, three replicas of each: some trainers only send a vector of their own, others only tell magnitudes."""
+    find = fp8.add_amax
+
+    def find_late(*arguments, **options):
+        time.sleep(0.1)
+        find(*arguments, **options)
+
+    monkeypatch.setattr(fp8, "add_amax", find_late)
+    weight = torch.randn(200, 256)
+    shards = [{"w": weight[100 * (rank % 2) :][:100].clone(), f"c{rank}": torch.randn(8)} for rank in range(6)]
+    trainers = [
+        weights_of(module(tensors), parts={"w": Part(shape=(200, 256), lo=(100 * (rank % 2), 0))})
+        for rank, tensors in enumerate(shards)
+    ]
+    vectors = {f"c{rank}": torch.zeros(8) for rank in range(6)}
+    tensors = {
+        "w": torch.zeros(200, 256, dtype=torch.uint8).view(torch.float8_e4m3fn),
+        "w_scale_inv": torch.zeros(2, 2),
+    }
+    with Arena(trainers, [weights_of(module(tensors | vectors))], staging="cpu") as arena:
+        arena.publish(1, on_released=lambda rank: shards[rank]["w"].fill_(1e6))
+    codes, scale = quantized(weight, Scaling.BLOCK)
+    assert torch.equal(tensors["w_scale_inv"], scale)
+    assert torch.equal(tensors["w"].view(torch.uint8), codes.view(torch.uint8))
 
 
 def test_weights_may_change_once_released_although_nothing_was_sent():

@@ -37,7 +37,8 @@ class Parts:
         self._from, self._to = opened
         self._groups = Groups.of(plan)
         self._shards = {
-            trainer: _shard_addresses(plan, join, self._from[trainer]) for trainer, join in self._trainers.items()
+            trainer: _shard_addresses(plan, trainer, join, self._from[trainer])
+            for trainer, join in self._trainers.items()
         }
         self._grids = {
             trainer: trainer_grids(plan, self._groups, trainer, address) for trainer, address in self._shards.items()
@@ -147,7 +148,7 @@ class Parts:
         return link_rows(plan, rows, places, is_imaged=is_imaged, chunk_bytes=chunk_bytes)
 
 
-def _shard_addresses(plan: Plan, join: Join, opened: Opened) -> NDArray[np.int64]:
+def _shard_addresses(plan: Plan, trainer: int, join: Join, opened: Opened) -> NDArray[np.int64]:
     """Where each shard row lies in one trainer's memory; zero where it does not hold it."""
     where = {
         (name, held.lo, held.extent): address
@@ -156,7 +157,8 @@ def _shard_addresses(plan: Plan, join: Join, opened: Opened) -> NDArray[np.int64
     }
     layout = plan.trainer
     addresses = np.zeros(len(layout.lo), dtype=np.int64)
-    for row in range(len(layout.lo)):
+    mine = layout.groups.contain(layout.group_of, np.full(len(layout.lo), trainer))
+    for row in np.flatnonzero(mine).tolist():
         tensor = layout.tensors[layout.tensor_of[row]]
         num_dims = len(tensor.shape)
         lo, extent = (tuple(int(x) for x in column[row][:num_dims]) for column in (layout.lo, layout.extent))
