@@ -8,6 +8,7 @@ weft/native.py, bit for bit.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import math
 import weakref
 from collections.abc import Iterator
@@ -172,6 +173,11 @@ def pinned_memory(num_bytes: int) -> torch.Tensor:
     return made
 
 
+def pin(address: int, num_bytes: int) -> bool:
+    """Let GPUs read host memory of others at full speed; returns whether the driver does."""
+    return bool(torch.cuda.cudart().cudaHostRegister(address, num_bytes, 0) == 0)
+
+
 def pinned_view(address: int, num_bytes: int) -> torch.Tensor | None:
     """A part of pinned memory; None for other memory."""
     for start, memory in list(_pinned.items()):
@@ -236,6 +242,12 @@ class GpuWork:
             _copy_kernel[(tiles.count,)](
                 *tiles.tables, ELEMENT=_TRITON_TYPES[element], ALIGNED=tiles.variant == 16, BLOCK=block, num_warps=8
             )
+
+    def copy_from_host(self, dst: int, src: int, num_bytes: int) -> None:
+        """Copy host memory to the device."""
+        host = torch.frombuffer((ctypes.c_uint8 * num_bytes).from_address(src), dtype=torch.uint8)
+        with self.stream():
+            self.view(dst, num_bytes).copy_(host, non_blocking=True)
 
     def view(self, address: int, num_bytes: int) -> torch.Tensor:
         """Device memory, or pinned host memory, as bytes."""

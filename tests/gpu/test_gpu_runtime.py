@@ -57,13 +57,15 @@ def rows_of(rank: int, num_rows: int) -> tuple[int, int]:
     return min(rank * step, num_rows), min((rank + 1) * step, num_rows)
 
 
-def trainer(pipe: Any, address: str, rank: int) -> None:
+def trainer(pipe: Any, address: str, rank: int, device: str) -> None:
     tensors, parts = {}, {}
     for name, shape in SHAPES.items():
         a, b = rows_of(rank, shape[0])
-        tensors[name] = torch.zeros((b - a, *shape[1:]), dtype=torch.bfloat16, device="cuda")
+        tensors[name] = torch.zeros((b - a, *shape[1:]), dtype=torch.bfloat16, device=device)
         parts[name] = Part(shape=shape, lo=(a, *(0,) * (len(shape) - 1)))
-    with Sender(address, rank=rank, weights=weights_of(module(tensors), parts=parts), timeout_s=WAIT_S) as sender:
+    weights = weights_of(module(tensors), parts=parts)
+    through = "cuda:0" if device == "cpu" else None
+    with Sender(address, rank=rank, weights=weights, through=through, timeout_s=WAIT_S) as sender:
         pipe.send("there")
         while (request := pipe.recv()) is not None:
             version, spoil = request
@@ -104,14 +106,14 @@ def engine(pipe: Any, address: str, precision: str) -> None:
 class System:
     """A controller here, trainers and an engine in processes of their own."""
 
-    def __init__(self, precision: str, **settings: Any) -> None:
+    def __init__(self, precision: str, device: str = "cuda", **settings: Any) -> None:
         defaults = {"version_s": WAIT_S, "silence_s": 30.0, "chunk_bytes": 65536, "staging_bytes": 1 << 20}
         self._controller = Controller(
             num_trainers=NUM_TRAINERS, num_engine_ranks=1, settings=TransferSettings(**(defaults | settings))
         )
         context = multiprocessing.get_context("spawn")
         self.pipes, self._processes = [], []
-        targets = [(trainer, (rank,)) for rank in range(NUM_TRAINERS)] + [(engine, (precision,))]
+        targets = [(trainer, (rank, device)) for rank in range(NUM_TRAINERS)] + [(engine, (precision,))]
         for target, arguments in targets:
             ours, theirs = context.Pipe()
             process = context.Process(target=target, args=(theirs, self._controller.address, *arguments), daemon=True)
@@ -192,5 +194,17 @@ def test_numbers_that_are_not_finite_are_refused_by_name():
         check(held, 1, "fp8")
         _, held = system.publish(3)
         check(held, 3, "fp8")
+    finally:
+        system.close()
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_offloaded_weights_go_through_the_device(transport):
+    system = System("fp8", device="cpu", transport=transport, mode="shadow")
+    try:
+        for version in range(1, 4):
+            answers, held = system.publish(version)
+            assert set(answers) == {"committed"}
+            check(held, version, "fp8")
     finally:
         system.close()

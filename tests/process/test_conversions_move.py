@@ -17,6 +17,7 @@ from weft.codec import fp8
 from weft.core.scaling import Scaling
 from weft.errors import LayoutError, ProtocolError, VersionError
 from weft.integrations.torch import weights_of
+from weft.runtime import mirror
 from weft.runtime.weights import Part, Weights
 
 SHAPES = {"a": (520, 700), "b": (130, 257), "c": (1000,), "d": (300, 128)}
@@ -139,7 +140,7 @@ def test_what_is_missing_is_said_to_everybody():
 
 
 def test_trainers_that_hold_blocks_and_send_none_tell_their_magnitudes_before_they_are_released(monkeypatch):
-    """Two shards, three replicas of each: some trainers only send a vector of their own, others only tell magnitudes."""
+    """Two shards, three replicas of each: some trainers send a vector of their own, and tell magnitudes only."""
     find = fp8.add_amax
 
     def find_late(*arguments, **options):
@@ -154,15 +155,13 @@ def test_trainers_that_hold_blocks_and_send_none_tell_their_magnitudes_before_th
         for rank, tensors in enumerate(shards)
     ]
     vectors = {f"c{rank}": torch.zeros(8) for rank in range(6)}
-    tensors = {
-        "w": torch.zeros(200, 256, dtype=torch.uint8).view(torch.float8_e4m3fn),
-        "w_scale_inv": torch.zeros(2, 2),
-    }
+    codes = torch.zeros(200, 256, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    tensors = {"w": codes, "w_scale_inv": torch.zeros(2, 2)}
     with Arena(trainers, [weights_of(module(tensors | vectors))], staging="cpu") as arena:
         arena.publish(1, on_released=lambda rank: shards[rank]["w"].fill_(1e6))
-    codes, scale = quantized(weight, Scaling.BLOCK)
+    expected, scale = quantized(weight, Scaling.BLOCK)
     assert torch.equal(tensors["w_scale_inv"], scale)
-    assert torch.equal(tensors["w"].view(torch.uint8), codes.view(torch.uint8))
+    assert torch.equal(codes.view(torch.uint8), expected.view(torch.uint8))
 
 
 def test_weights_may_change_once_released_although_nothing_was_sent():
@@ -180,3 +179,19 @@ def test_weights_may_change_once_released_although_nothing_was_sent():
         publication.wait_committed(20.0)
         assert np.array_equal(engine.numpy(), expected.numpy())
         assert {event.name for event in publication.events} == {"convert", "write"}
+
+
+@pytest.mark.parametrize("engine_dtype", [torch.float32, torch.bfloat16], ids=["as it is", "cast"])
+def test_offloaded_weights_are_sent_from_the_device_and_released_once_they_are_there(engine_dtype, monkeypatch):
+    """Several pieces; the device is the CPU here."""
+    monkeypatch.setattr(mirror, "PIECE_BYTES", 100_000)
+    weight = torch.randn(512, 512)
+    engine = torch.zeros(512, 512, dtype=engine_dtype)
+    trainers, engines = [weights_of(module({"w": weight}))], [weights_of(module({"w": engine}))]
+    with Arena(trainers, engines, through="cpu", chunk_bytes=65536) as arena:
+        for version in (1, 2):
+            weight.normal_()
+            expected = weight.clone().to(engine_dtype)
+            (publication,) = arena.publish(version, on_released=lambda _: weight.fill_(math.nan))
+            assert torch.equal(engine, expected)
+            assert sum(event.num_bytes for event in publication.events if event.name == "h2d") == 512 * 512 * 4

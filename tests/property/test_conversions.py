@@ -64,6 +64,7 @@ def cases(draw):
         "staging": draw(st.sampled_from(["none", "cpu"])),
         "chunk_bytes": draw(st.sampled_from([4096, 65536])),
         "staging_bytes": 1 << 19,
+        "through": draw(st.sampled_from([None, "cpu"])),
         "anchor_every": draw(st.sampled_from([2, 20])),
     }
     return num_trainers, num_engines, matrices, options

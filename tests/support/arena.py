@@ -19,7 +19,9 @@ WAIT_S = 20.0
 class Arena:
     """Trainers and engine ranks with these weights."""
 
-    def __init__(self, trainers: Sequence[Weights], engines: Sequence[Weights], **settings: Any) -> None:
+    def __init__(
+        self, trainers: Sequence[Weights], engines: Sequence[Weights], *, through: str | None = None, **settings: Any
+    ) -> None:
         self._stack = contextlib.ExitStack()
         defaults = {"beat_s": 0.5, "silence_s": 10.0, "version_s": WAIT_S}
         self.controller = self._stack.enter_context(
@@ -35,7 +37,7 @@ class Arena:
             for rank, weights in enumerate(engines)
         ]
         self.senders = [
-            self._stack.enter_context(Sender(address, rank=rank, weights=weights, timeout_s=WAIT_S))
+            self._stack.enter_context(Sender(address, rank=rank, weights=weights, through=through, timeout_s=WAIT_S))
             for rank, weights in enumerate(trainers)
         ]
 

@@ -47,6 +47,8 @@ class Outgoing:
         self._fills = [
             _fill(layout, src[rows], boxes, rows.start) for layout, rows in zip(self.layouts, self.rows, strict=True)
         ]
+        self.ends = [_source_end(fill) for fill in self._fills]
+        """Behind the last byte of the weights a chunk reads."""
         self.groups = [_last_group(fill, grids) for fill in self._fills]
         """The last group of matrices whose scales a chunk needs; -1: none."""
         sizes = [-(-layout.num_bytes // ALIGN) * ALIGN for layout in self.layouts]
@@ -129,3 +131,8 @@ def _fill(layout: ImageLayout, src: Column, boxes: np.ndarray, first_row: int) -
 
 def _last_group(fill: ChunkFill, grids: Sequence[HeldGrid]) -> int:
     return max((grids[box.grid].group for box, _ in fill.boxes if box.op != Op.CAST), default=-1)
+
+
+def _source_end(fill: ChunkFill) -> int:
+    copied = int((fill.src + fill.length).max(initial=0))
+    return max([copied, *(box.src + box.rows * box.stride for box, _ in fill.boxes)])

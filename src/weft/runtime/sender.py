@@ -43,6 +43,7 @@ from weft.runtime.messages import (
     Want,
     Written,
 )
+from weft.runtime.mirror import Mirror
 from weft.runtime.pipeline import run
 from weft.runtime.sending import Sending
 from weft.runtime.stages import RunStages, send_version
@@ -126,13 +127,19 @@ class Sender:
         *,
         rank: int,
         weights: Weights,
+        through: str | None = None,
         transport: Transport[Any] | None = None,
         timeout_s: float = JOIN_S,
         **security: Any,
     ) -> None:
-        """`timeout_s`: how long a publication waits for the plan and for its turn. `transport`: for tests."""
+        """`timeout_s`: how long a publication waits for the plan and for its turn. `transport`: for tests.
+
+        `through`: the device offloaded weights are copied to for every version, and sent from: `cuda:0`.
+        """
         self.member = f"trainer {rank}"
         self._rank, self._timeout_s = rank, timeout_s
+        self._mirror = None if through is None else Mirror(weights, through)
+        weights = weights if self._mirror is None else self._mirror.weights
         self._weights = weights
         self._transports = OpenTransports(
             self.member, rank=rank, device=weights.device, controller=address, given=transport
@@ -271,7 +278,13 @@ class Sender:
                 self._open(number, names)
             case SendPlan():
                 self._forget_plan()
-                self._sending = Sending(message, self._transports, self._control.settings, device=self._weights.device)
+                self._sending = Sending(
+                    message,
+                    self._transports,
+                    self._control.settings,
+                    device=self._weights.device,
+                    mirror=self._mirror,
+                )
             case Agreed(version=version, group=group, values=values):
                 publication = self._publications.get(version)
                 if publication is not None and publication._job is not None:

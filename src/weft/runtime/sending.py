@@ -17,6 +17,7 @@ from weft.runtime.grids import held_grid
 from weft.runtime.job import Chunk, Link
 from weft.runtime.memory import own_memory
 from weft.runtime.messages import SendPlan, Target, unpack
+from weft.runtime.mirror import Mirror
 from weft.runtime.outgoing import Outgoing
 from weft.runtime.pipeline import Room
 from weft.runtime.transports import OpenTransports
@@ -26,9 +27,17 @@ from weft.transport.base import Batch, Column, Handle, Memory
 class Sending:
     """What is sent, again and again. Chunks that are not kept pass through a ring of `staging_bytes`; so do patches."""
 
-    def __init__(self, plan: SendPlan, transports: OpenTransports, settings: TransferSettings, *, device: str) -> None:
-        """`device`: where the weights lie."""
-        self.transports, self.settings = transports, settings
+    def __init__(
+        self,
+        plan: SendPlan,
+        transports: OpenTransports,
+        settings: TransferSettings,
+        *,
+        device: str,
+        mirror: Mirror | None = None,
+    ) -> None:
+        """`device`: where the weights lie, or their mirror."""
+        self.transports, self.settings, self.mirror = transports, settings, mirror
         on_host = settings.staging is StagingPolicy.CPU
         self._patcher = patcher_for(CPU if on_host else device)
         self._allocate = partial(own_memory, device, on_host=on_host)
@@ -36,6 +45,8 @@ class Sending:
         grids = [held_grid(message) for message in plan.grids]
         self.converter = converter_for(device, grids, allow_nonfinite=settings.allow_nonfinite)
         self.groups = sorted({grid.group for grid in grids})
+        self.group_ends = {group: _group_end(grids, group) for group in self.groups}
+        """Behind the last byte of the weights a group looks at."""
         self.told: set[int] = set()
         """Groups whose blocks the controller knows."""
         self._outgoing: list[Outgoing] = []
@@ -145,6 +156,11 @@ class Sending:
         for name, handle in self._registered:
             self.transports[name].deregister(handle)
         self._registered = []
+
+
+def _group_end(grids: Sequence[HeldGrid], group: int) -> int:
+    boxes = [box for grid in grids if grid.group == group for box in grid.boxes]
+    return max((box.address + box.rows * box.stride for box in boxes), default=0)
 
 
 def _direct_rows(target: Target) -> list[slice]:

@@ -40,6 +40,9 @@ def send_version(
     wanted = [link for link in sending.links if link.engine in job.go.engines]
     sent = {link.engine: Sent(loss=link.obstacle) for link in wanted}
     whole = [(link, batch) for link in wanted if not link.has_chunks for batch in link.direct]
+    if whole and sending.mirror is not None:
+        run_stages(job.flow, [h2d_stage(sending)])
+        job.on_released()
     posted = _post_all(sending, job, whole, sent)
     numbers = [n for n, chunk in enumerate(sending.chunks) if any(link.engine in sent for link in chunk.links)]
     if numbers or sending.groups:  # others may need the magnitudes of what this trainer holds and does not send
@@ -49,6 +52,20 @@ def send_version(
         job.peak_staging_bytes = sending.room.peak_bytes
     _wait_all(job, posted, sent)
     return sent
+
+
+def h2d_stage(sending: Sending, at_end: Callable[[], None] = lambda: None) -> Stage:
+    """Offloaded weights come to the device, piece after piece."""
+    mirror = sending.mirror
+    assert mirror is not None
+
+    def copy(number: int) -> int:
+        num_bytes = mirror.copy(number)
+        if number + 1 == mirror.num_pieces:
+            at_end()
+        return num_bytes
+
+    return Stage("h2d", mirror.num_pieces, copy)
 
 
 def _begin_version(sending: Sending, job: Job, numbers: list[int]) -> None:
@@ -108,20 +125,34 @@ class VersionStages:
     def all(self, *, releases: bool) -> list[Stage]:
         """In their order. `releases`: whether the weights may change once all chunks are converted."""
         flow, count = self._job.flow, len(self._numbers)
-        self._releases = releases
-        stages = [Stage("amax", len(self._of.groups), self._find_amax)] if self._of.groups else []
+        self._releases = releases or self._of.mirror is not None
+        stages: list[Stage] = []
+        if self._of.mirror is not None and not self._has_all():
+            self._reading = {"h2d"}
+            stages.append(h2d_stage(self._of, lambda: self._has_read("h2d")))
+        if self._of.groups:
+            stages.append(Stage("amax", len(self._of.groups), self._find_amax, self._can_find_amax))
         if not count:
             return stages
-        self._reading = {"convert", *(stage.name for stage in stages)}
+        if self._of.mirror is None:
+            self._reading = {"convert", *(stage.name for stage in stages)}
         stages.append(Stage("convert", count, self._convert, self._can_convert))
         if self._is_delta:
             stages.append(Stage("delta", count, self._encode, self._can_encode))
-        stages.append(Stage("post", count, self._post, flow.after(stages[-1].name), is_recorded=False))
+        stages.append(Stage("post", count, self._post, self._can_post, is_recorded=False))
         stages.append(Stage("write", count, self._finish, flow.after("post"), is_recorded=False))
         return stages
 
     def _chunk(self, item: int) -> Chunk:
         return self._of.chunks[self._numbers[item]]
+
+    def _is_there(self, end: int) -> bool:
+        """Whether all weights before an address are on the device."""
+        mirror = self._of.mirror
+        return mirror is None or self._job.flow.after("h2d")(mirror.pieces_until(end) - 1)
+
+    def _can_find_amax(self, item: int) -> bool:
+        return self._is_there(self._of.group_ends[self._of.groups[item]])
 
     def _find_amax(self, item: int) -> int:
         """Find a group's magnitudes and tell the controller those that others need."""
@@ -150,7 +181,9 @@ class VersionStages:
         return [group for group in self._of.groups if group <= last and group not in self._scaled]
 
     def _can_convert(self, item: int) -> bool:
+        chunk = self._chunk(item)
         agreed = all(group in self._job.agreed for group in self._groups(item))
+        agreed = agreed and self._is_there(chunk.outgoing.ends[chunk.number])
         return agreed and (self._chunk(item).outgoing.is_kept or self._of.room.is_free(self._numbers[item]))
 
     def _convert(self, item: int) -> int:
@@ -173,6 +206,16 @@ class VersionStages:
         self._of.room.enter(number)
         self._patch_bytes[item] = chunk.outgoing.encode(chunk.number, self._of.staged(number))
         return self._patch_bytes[item]
+
+    def _can_post(self, item: int) -> bool:
+        before = "delta" if self._is_delta else "convert"
+        links = self._chunk(item).links
+        is_there = self._of.mirror is None or not any(link.direct for link in links) or self._has_all()
+        return is_there and self._job.flow.after(before)(item)
+
+    def _has_all(self) -> bool:
+        assert self._of.mirror is not None
+        return self._job.flow.after("h2d")(self._of.mirror.num_pieces - 1)
 
     def _post(self, item: int) -> int:
         """Start writing a chunk to every engine rank that takes it."""

@@ -1,0 +1,85 @@
+"""Weights that are offloaded to host memory, and the copy of them on a device that everything is sent from.
+
+mirror = Mirror(weights, "cuda:0")
+mirror.weights                              # the same shards, as they lie on the device
+mirror.copy(0)                              # the first piece, from the host
+mirror.pieces_until(address)                # how many pieces must be there before memory up to an address is
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+
+from weft import native
+from weft.devices import CPU
+from weft.runtime.memory import own_memory
+from weft.runtime.weights import Held, Weights
+
+PIECE_BYTES = 64 << 20
+ALIGN = 256
+
+
+class Mirror:
+    """A device's copy of a member's weights, in pieces of at most PIECE_BYTES."""
+
+    def __init__(self, weights: Weights, device: str) -> None:
+        """`device`: `cuda:0`; `cpu` works too."""
+        self._keep = weights
+        sizes = [-(-num_bytes // ALIGN) * ALIGN for _, num_bytes in weights.ranges]
+        self._memory = own_memory(device, max(sum(sizes), ALIGN))
+        begins = (self._memory.address + np.concatenate([[0], np.cumsum(sizes)[:-1]]).astype(np.int64)).tolist()
+        self._ranges = [
+            (start, num_bytes, begin) for (start, num_bytes), begin in zip(weights.ranges, begins, strict=True)
+        ]
+        self.weights = Weights(
+            held=tuple(replace(held, address=self._moved(held)) for held in weights.held),
+            ranges=tuple((begin, num_bytes) for _, num_bytes, begin in self._ranges),
+            keep=self,
+            device=device,
+        )
+        self._pieces = [
+            (start + offset, begin + offset, min(PIECE_BYTES, num_bytes - offset))
+            for start, num_bytes, begin in self._ranges
+            for offset in range(0, num_bytes, PIECE_BYTES)
+        ]
+        self._ends = [begin + size for _, begin, size in self._pieces]
+        self._copy = _copy_on_host if device == CPU else _copy_to(device, weights.ranges)
+
+    def _moved(self, held: Held) -> int:
+        """Where a shard lies on the device."""
+        if not held.span_bytes:
+            return self._memory.address
+        start, _, begin = next(r for r in self._ranges if r[0] <= held.address < r[0] + r[1])
+        return begin + held.address - start
+
+    @property
+    def num_pieces(self) -> int:
+        """Pieces of the copy."""
+        return len(self._pieces)
+
+    def copy(self, number: int) -> int:
+        """Copy a piece from the host; returns its bytes."""
+        src, dst, num_bytes = self._pieces[number]
+        self._copy(dst, src, num_bytes)
+        return num_bytes
+
+    def pieces_until(self, address: int) -> int:
+        """How many of the first pieces hold everything before an address of the device."""
+        return min(int(np.searchsorted(self._ends, address)) + 1, len(self._ends))
+
+
+def _copy_on_host(dst: int, src: int, num_bytes: int) -> None:
+    native.copy(*(np.array([n], dtype=np.uint64) for n in (dst, src, num_bytes)))
+
+
+def _copy_to(device: str, ranges: tuple[tuple[int, int], ...]) -> Callable[[int, int, int], None]:
+    """Copies from host memory, which is pinned where the driver allows it."""
+    from weft.gpu import GpuWork, pin  # noqa: PLC0415 - torch and Triton only where there is a GPU
+
+    work = GpuWork(int(device.partition(":")[2]))
+    for address, num_bytes in ranges:
+        pin(address, num_bytes)
+    return work.copy_from_host
