@@ -245,6 +245,8 @@ class Engine(Member):
         """Forget the weights, so that a method that moves nothing cannot pass."""
         for parameter in self.module.parameters():
             parameter.view(torch.uint8).fill_(0xBF)
+        if self.setup.device != "cpu":
+            torch.cuda.synchronize(self.setup.device)  # or it would be measured as part of the next version
 
     def buffer(self, num_bytes: int) -> tuple[int, int]:
         """Ordinary memory another process may write to: the process and the address."""
