@@ -173,11 +173,6 @@ def pinned_memory(num_bytes: int) -> torch.Tensor:
     return made
 
 
-def pin(address: int, num_bytes: int) -> bool:
-    """Let GPUs read host memory of others at full speed; returns whether the driver does."""
-    return bool(torch.cuda.cudart().cudaHostRegister(address, num_bytes, 0) == 0)
-
-
 def pinned_view(address: int, num_bytes: int) -> torch.Tensor | None:
     """A part of pinned memory; None for other memory."""
     for start, memory in list(_pinned.items()):

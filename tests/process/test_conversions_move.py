@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from tests.support.arena import Arena
 from tests.support.fp8_reference import quantized
 from weft.codec import fp8
 from weft.core.scaling import Scaling
-from weft.errors import LayoutError, ProtocolError, VersionError
+from weft.errors import ConfigError, LayoutError, ProtocolError, VersionError
 from weft.integrations.torch import weights_of
 from weft.runtime import mirror
 from weft.runtime.weights import Part, Weights
@@ -195,3 +196,9 @@ def test_offloaded_weights_are_sent_from_the_device_and_released_once_they_are_t
             (publication,) = arena.publish(version, on_released=lambda _: weight.fill_(math.nan))
             assert torch.equal(engine, expected)
             assert sum(event.num_bytes for event in publication.events if event.name == "h2d") == 512 * 512 * 4
+
+
+def test_weights_that_are_on_a_device_already_do_not_go_through_one():
+    weights = replace(weights_of(module({"w": torch.zeros(2, 2)})), device="cuda:0")
+    with pytest.raises(ConfigError, match="weights on cuda:0 are not offloaded"):
+        mirror.Mirror(weights, "cuda:0")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated, Any
@@ -41,16 +42,18 @@ def transfer_command(
     as_json: Json = False,
 ) -> None:
     """Move real tensor shapes between real processes by every method, verify every byte, compare with the limits."""
-    cases, measure = _load()
+    transfer = _load("transfer")
     modes = tuple(mode or ReceiverMode)
     if not set(modes) <= set(ReceiverMode):
         raise ConfigError(f"unknown mode `{modes[0]}`", hint=f"use {' or '.join(ReceiverMode)}")
-    wanted = cases(tuple(case or ("tp", "replicas")), num_trainers=trainers, num_engine_ranks=engine_ranks)
+    wanted = transfer.cases(tuple(case or ("tp", "replicas")), num_trainers=trainers, num_engine_ranks=engine_ranks)
     if memory_kind(device) != "cpu":
         _check_cuda()
     logging.disable(logging.WARNING)  # members that leave are no news here
     with progress() as say:
-        report = measure(model, wanted, device=device, repeat=repeat, baseline=baselines, say=_tell(say), modes=modes)
+        report = transfer.measure(
+            model, wanted, device=device, repeat=repeat, baseline=baselines, say=_tell(say), modes=modes
+        )
     if as_json:
         print_json(report.to_json())
     else:
@@ -96,10 +99,7 @@ def fp8_command(
     as_json: Json = False,
 ) -> None:
     """BF16 shards to an FP8 engine: exchanging magnitudes beside gathering full tensors."""
-    try:
-        from weft.bench.fp8 import measure  # noqa: PLC0415 - torch only where it is needed
-    except ModuleNotFoundError as error:
-        raise TransportUnavailable(f"the benchmark needs {error.name}", hint="pip install weft[bench]") from error
+    measure = _load("fp8").measure
     logging.disable(logging.WARNING)  # members that leave are no news here
     with progress() as say:
         report = measure(model, num_trainers=trainers, repeat=repeat, say=_tell(say))
@@ -131,10 +131,7 @@ def pipeline_command(
     as_json: Json = False,
 ) -> None:
     """Stages of sending over a slow link: one after the other, and overlapped."""
-    try:
-        from weft.bench.pipeline import measure  # noqa: PLC0415 - torch only where it is needed
-    except ModuleNotFoundError as error:
-        raise TransportUnavailable(f"the benchmark needs {error.name}", hint="pip install weft[bench]") from error
+    measure = _load("pipeline").measure
     logging.disable(logging.WARNING)  # members that leave are no news here
     with progress() as say:
         report = measure(model, repeat=repeat, chunk_mib=chunk_mib, staging_mib=staging_mib, say=_tell(say))
@@ -168,24 +165,21 @@ def pipeline_command(
 
 
 def _codec_report(device: str, num_bytes: int, density: float, repeat: int, say: Callable[[str], None]) -> CodecReport:
-    try:
-        if memory_kind(device) == "cpu":
-            from weft.bench.codec import measure_cpu  # noqa: PLC0415
-
-            return measure_cpu(num_bytes, density=density, repeat=repeat, say=say)
+    report: CodecReport
+    if memory_kind(device) == "cpu":
+        report = _load("codec").measure_cpu(num_bytes, density=density, repeat=repeat, say=say)
+    else:
         _check_cuda()
-        from weft.bench.codec_gpu import measure_gpu  # noqa: PLC0415 - torch and Triton only where there is a GPU
-    except ModuleNotFoundError as error:
-        raise TransportUnavailable(f"the benchmark needs {error.name}", hint="pip install weft[bench]") from error
-    return measure_gpu(device, num_bytes, density=density, repeat=repeat, say=say)
+        report = _load("codec_gpu").measure_gpu(device, num_bytes, density=density, repeat=repeat, say=say)
+    return report
 
 
-def _load() -> tuple[Callable[..., Any], Callable[..., Report]]:
+def _load(name: str) -> Any:
+    """A module of `weft.bench`, with torch only where it is needed."""
     try:
-        from weft.bench.transfer import cases, measure  # noqa: PLC0415 - torch only where it is needed
+        return importlib.import_module(f"weft.bench.{name}")
     except ModuleNotFoundError as error:
         raise TransportUnavailable(f"the benchmark needs {error.name}", hint="pip install weft[bench]") from error
-    return cases, measure
 
 
 def _check_cuda() -> None:

@@ -67,14 +67,7 @@ def simulate_command(
     as_json: Json = False,
 ) -> None:
     """Predict how long one update takes, and how long the engines pause."""
-    if mode not in list(ReceiverMode):
-        raise ConfigError(f"unknown mode `{mode}`", hint=f"use {' or '.join(ReceiverMode)}")
-    if mode == ReceiverMode.PATCH and delta_density is None:
-        raise ConfigError("mode `patch` without patches", hint="say how much changes: --delta-density 0.01")
-    if delta_density is not None and not 0 < delta_density <= 1:
-        raise ConfigError(f"a delta density of {delta_density}", hint="more than 0, at most 1: 0.01 is one percent")
-    if not 0 <= skew_ms <= 3_600_000:
-        raise ConfigError(f"skew of {skew_ms} ms", hint="give 0 to 3600000 milliseconds")
+    _check_options(mode, delta_density, skew_ms)
     asked = Asked(
         one_name(name, model), trainer, engine, replicas, dtype, trainer_dtype, topology, placement, policy, gather
     )
@@ -110,6 +103,18 @@ def simulate_command(
         print_json(result)
     else:
         _show_prediction(plan, result, preset)
+
+
+def _check_options(mode: str, delta_density: float | None, skew_ms: float) -> None:
+    """What the simulator cannot take, one clear error each."""
+    if mode not in list(ReceiverMode):
+        raise ConfigError(f"unknown mode `{mode}`", hint=f"use {' or '.join(ReceiverMode)}")
+    if mode == ReceiverMode.PATCH and delta_density is None:
+        raise ConfigError("mode `patch` without patches", hint="say how much changes: --delta-density 0.01")
+    if delta_density is not None and not 0 < delta_density <= 1:
+        raise ConfigError(f"a delta density of {delta_density}", hint="more than 0, at most 1: 0.01 is one percent")
+    if not 0 <= skew_ms <= 3_600_000:
+        raise ConfigError(f"skew of {skew_ms} ms", hint="give 0 to 3600000 milliseconds")
 
 
 def _show_prediction(plan: Plan, result: dict[str, Any], preset: Preset | None) -> None:

@@ -7,7 +7,6 @@ Only blocks that shard borders cut travel, four bytes each; which ones a trainer
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,13 +17,6 @@ from weft.errors import VersionError
 Keys = NDArray[np.uint64]
 
 
-@dataclass(slots=True)
-class _Group:
-    """One group of matrices in one version."""
-
-    found: dict[int, Floats] = field(default_factory=dict)
-
-
 class AmaxExchange:
     """What holders have found so far; belongs to one plan."""
 
@@ -32,7 +24,8 @@ class AmaxExchange:
         """For each group, the trainers that hold some of it."""
         self._holders = holders
         self._keys: dict[tuple[int, int], Keys] = {}
-        self._groups: dict[int, _Group] = {}
+        self._found: dict[int, dict[int, Floats]] = {}
+        """Group → trainer → what it found, in the version under way."""
         self._version: int | None = None
         self.num_bytes = 0
         """Bytes of magnitudes that came in and went out for the last version."""
@@ -41,17 +34,17 @@ class AmaxExchange:
         """One holder's magnitudes; returns what to answer to whom when a group is complete. Raises VersionError."""
         self.learn(trainer, group, keys)
         if version != self._version:
-            self._version, self._groups, self.num_bytes = version, {}, 0
+            self._version, self._found, self.num_bytes = version, {}, 0
         holders = self._holders.get(group, frozenset())
         known = self._keys.get((trainer, group), keys)
-        mine = self._groups.setdefault(group, _Group())
-        if trainer not in holders or trainer in mine.found or len(known) != len(values):
+        found = self._found.setdefault(group, {})
+        if trainer not in holders or trainer in found or len(known) != len(values):
             raise VersionError(f"trainer {trainer} sent {len(values)} magnitudes of group {group}, not as planned")
-        mine.found[trainer] = values
+        found[trainer] = values
         self.num_bytes += values.nbytes
-        if len(mine.found) < len(holders):
+        if len(found) < len(holders):
             return {}
-        answer = self._largest(group, mine.found)
+        answer = self._largest(group, found)
         self.num_bytes += sum(values.nbytes for values in answer.values())
         return answer
 

@@ -15,6 +15,7 @@ import numpy as np
 
 from weft import native
 from weft.devices import CPU
+from weft.errors import ConfigError
 from weft.runtime.memory import own_memory
 from weft.runtime.weights import Held, Weights
 
@@ -27,6 +28,8 @@ class Mirror:
 
     def __init__(self, weights: Weights, device: str) -> None:
         """`device`: `cuda:0`; `cpu` works too."""
+        if weights.device != CPU:
+            raise ConfigError(f"weights on {weights.device} are not offloaded", hint="leave `through` out")
         self._keep = weights
         sizes = [-(-num_bytes // ALIGN) * ALIGN for _, num_bytes in weights.ranges]
         self._memory = own_memory(device, max(sum(sizes), ALIGN))
@@ -46,7 +49,7 @@ class Mirror:
             for offset in range(0, num_bytes, PIECE_BYTES)
         ]
         self._ends = [begin + size for _, begin, size in self._pieces]
-        self._copy = _copy_on_host if device == CPU else _copy_to(device, weights.ranges)
+        self._copy = _copy_on_host if device == CPU else _copy_to(device)
 
     def _moved(self, held: Held) -> int:
         """Where a shard lies on the device."""
@@ -75,11 +78,7 @@ def _copy_on_host(dst: int, src: int, num_bytes: int) -> None:
     native.copy(*(np.array([n], dtype=np.uint64) for n in (dst, src, num_bytes)))
 
 
-def _copy_to(device: str, ranges: tuple[tuple[int, int], ...]) -> Callable[[int, int, int], None]:
-    """Copies from host memory, which is pinned where the driver allows it."""
-    from weft.gpu import GpuWork, pin  # noqa: PLC0415 - torch and Triton only where there is a GPU
+def _copy_to(device: str) -> Callable[[int, int, int], None]:
+    from weft.gpu import GpuWork  # noqa: PLC0415 - torch and Triton only where there is a GPU
 
-    work = GpuWork(int(device.partition(":")[2]))
-    for address, num_bytes in ranges:
-        pin(address, num_bytes)
-    return work.copy_from_host
+    return GpuWork(int(device.partition(":")[2])).copy_from_host

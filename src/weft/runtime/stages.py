@@ -2,6 +2,7 @@
 
 Rows that are the same on both sides are posted straight from the weights. Everything else passes stages that overlap:
 
+    h2d         a piece of offloaded weights, to the device they are sent from
     amax        the largest magnitudes of a group of matrices, told to the other holders     (FP8)
     convert     a chunk in the engine's layout and precision
     delta       its difference to what the engines hold                                      (patches)
