@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from weft.runtime.controller import Controller as Controller
     from weft.runtime.receiver import Receiver as Receiver
     from weft.runtime.sender import Sender as Sender
+    from weft.runtime.weights import Part as Part
     from weft.runtime.weights import Weights as Weights
     from weft.sim.simulator import simulate as simulate
 
@@ -32,6 +33,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "Controller": "weft.runtime.controller",
     "Layout": "weft.core.layout",
+    "Part": "weft.runtime.weights",
     "Piece": "weft.core.recipe",
     "Plan": "weft.core.plan",
     "Receiver": "weft.runtime.receiver",

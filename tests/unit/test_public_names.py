@@ -10,6 +10,7 @@ def test_the_export_list_is_exact():
     assert weft.__all__ == [
         "Controller",
         "Layout",
+        "Part",
         "Piece",
         "Plan",
         "Receiver",

@@ -222,10 +222,8 @@ class Engine(Member):
     def receive(self) -> float:
         """Wait for a version and commit it; returns the pause in seconds."""
         assert self.receiver is not None
-        update = self.receiver.wait(WAIT_S)
-        began = time.monotonic()
-        update.commit(WAIT_S)
-        return time.monotonic() - began
+        self.receiver.take(WAIT_S)
+        return self.receiver.last_pause_s
 
     def shut(self) -> None:
         """Stop being a receiver."""

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import bisect
 import itertools
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -50,14 +51,15 @@ class _Named:
     parameter: torch.Tensor
     """As the module holds it: a DTensor, where it is sharded."""
     local: torch.Tensor
-    part: Part | None
-    """Which box of its tensor it is, where that was said."""
+    parts: tuple[Part, ...]
+    """Which boxes of which tensors it is, where that was said."""
 
 
-def weights_of(module: torch.nn.Module, *, parts: Mapping[str, Part] | None = None) -> Weights:
+def weights_of(module: torch.nn.Module, *, parts: Mapping[str, Part | Sequence[Part]] | None = None) -> Weights:
     """The parameters a module holds on this rank. Raises LayoutError naming those that cannot be transferred.
 
-    `parts` says which box of its tensor a plain parameter is, where a module shards without DTensor.
+    `parts` says which box of its tensor a plain parameter is, where a module shards without DTensor, or which boxes of
+    other tensors a fused one is made of.
     """
     named = list(_parameters(module, parts or {}))
     if not named:
@@ -71,7 +73,7 @@ def weights_of(module: torch.nn.Module, *, parts: Mapping[str, Part] | None = No
     return _weights(named, devices[0])
 
 
-def _parameters(module: torch.nn.Module, parts: Mapping[str, Part]) -> Iterator[_Named]:
+def _parameters(module: torch.nn.Module, parts: Mapping[str, Part | Sequence[Part]]) -> Iterator[_Named]:
     """Every parameter once, with all its names."""
     if isinstance(module, DistributedDataParallel):
         module = module.module
@@ -83,7 +85,8 @@ def _parameters(module: torch.nn.Module, parts: Mapping[str, Part]) -> Iterator[
         key = local.data_ptr() if local.numel() else id(parameter)
         by_object.setdefault(key, (parameter, []))[1].append(name)
     for tensor, names in by_object.values():
-        yield _Named(tuple(names), tensor, _local(tensor), parts.get(names[0]))
+        given = parts.get(names[0], ())
+        yield _Named(tuple(names), tensor, _local(tensor), (given,) if isinstance(given, Part) else tuple(given))
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
@@ -114,7 +117,8 @@ def _device(tensor: torch.Tensor) -> str:
 
 
 def _weights(named: Sequence[_Named], device: str) -> Weights:
-    held = tuple(shard for parameter in named for shard in _shards(parameter))
+    seen: Counter[str] = Counter()
+    held = tuple(shard for parameter in named for shard in _shards(parameter, seen))
     can_move = device == "cpu" and all(_nobody_else_holds(group) for group in _by_storage(named))
     rehome = (lambda allocate: _rehome(named, allocate)) if can_move else None
     keep = [parameter.parameter for parameter in named]
@@ -137,17 +141,36 @@ def _ranges(named: Sequence[_Named], held: Sequence[Held]) -> Iterator[tuple[int
         yield begin, end - begin
 
 
-def _shards(named: _Named) -> Iterator[Held]:
-    """The boxes of its tensor that a parameter's local memory holds."""
-    local = named.local
+def _shards(named: _Named, seen: Counter[str]) -> Iterator[Held]:
+    """The boxes of tensors that a parameter's local memory holds.
+
+    Further boxes of a tensor that was `seen` in fused parameters get names of their own, and the tensor's as an alias.
+    """
     name, *aliases = named.names
-    shape = named.part.shape if named.part is not None else tuple(named.parameter.shape)
-    tensor = Tensor(name=name, dtype=_DTYPES[local.dtype], shape=shape)
     if isinstance(named.parameter, DTensor):
-        per_dim = _segments(named.parameter)
-    else:
-        start = named.part.lo if named.part is not None else (0,) * local.dim()
-        per_dim = [[(0, lo, extent)] for lo, extent in zip(start, local.shape, strict=True)]
+        yield from _boxes(named, name, aliases, tuple(named.parameter.shape), _segments(named.parameter))
+        return
+    zeros, whole = (0,) * named.local.dim(), tuple(named.local.shape)
+    for part in named.parts or (Part(shape=whole, lo=zeros),):
+        runs = zip(part.at or zeros, part.lo, part.extent or whole, strict=True)
+        if part.source:
+            seen[part.source] += 1
+            is_first = seen[part.source] == 1
+            name = part.source if is_first else f"box {seen[part.source]} of {part.source}"
+            aliases = [] if is_first else [part.source]
+        yield from _boxes(named, name, aliases, part.shape, [[run] for run in runs])
+
+
+def _boxes(
+    named: _Named,
+    name: str,
+    aliases: Sequence[str],
+    shape: tuple[int, ...],
+    per_dim: Sequence[Sequence[tuple[int, int, int]]],
+) -> Iterator[Held]:
+    """One shard for every combination of runs: (place in local memory, global index, count) in each dimension."""
+    local = named.local
+    tensor = Tensor(name=name, dtype=_DTYPES[local.dtype], shape=shape)
     size, strides = local.element_size(), tuple(local.stride())
     for box in itertools.product(*per_dim):
         extent = tuple(count for _, _, count in box)

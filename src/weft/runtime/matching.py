@@ -81,13 +81,14 @@ class _Matched:
     def _check_quantized(self, quantized: set[str]) -> None:
         """What FP8 needs, by tensor."""
         problems = []
+        scaled = {self.sources[weight] for weight in self.scales.values()}
         for name in sorted(quantized):
             source = self.tensors.get(self.sources[name])
             if source is None:
                 continue  # reported with all that is missing
             if source.dtype not in QUANTIZABLE or len(source.shape) != 2:
                 problems.append(f"{name}: cannot be quantised from {source.dtype} {list(source.shape)}")
-            if name not in self.scales.values():
+            if self.sources[name] not in scaled:
                 problems.append(f"{name}: has no scales ({name}_scale_inv or {name}_scale)")
         if problems:
             hint = "matrices of bf16 or fp32 are quantised, and need their scales"

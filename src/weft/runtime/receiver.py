@@ -120,6 +120,11 @@ class Receiver:
         """Whether writers were let into the live weights."""
         self._decision: Decide | None = None
         """How an update in place ended."""
+        self._is_idle = False
+        """Whether the engine's thread stands in `take`."""
+        self._pause_began = 0.0
+        self.last_pause_s = 0.0
+        """How long the engine had to stand still for the version it serves."""
         self._engine_task: Callable[[], None] | None = None
         """Work on the engine's own tensors; done by the engine's thread, in `poll` or `wait`."""
         self._quarantine: list[Any] = []
@@ -176,6 +181,41 @@ class Receiver:
             assert self._pending is not None
             return Update(self._pending, self)
 
+    def take(self, timeout_s: float = 60.0) -> int:
+        """Wait for the next version and serve it; for engines that stand still until it is there.
+
+        In place writers need not wait for the engine's thread: it is known to be here. Raises as `wait` and `commit`.
+        """
+        if self._control.settings.mode is not ReceiverMode.IN_PLACE:
+            update = self.wait(timeout_s)
+            update.commit(timeout_s)
+            return update.version
+        deadline = time.monotonic() + timeout_s
+        self._work.synchronize()  # what the engine queued still reads the old weights
+        with self._changed:
+            while True:
+                self._is_idle = True
+                try:
+                    version = self._take_in_place(deadline)
+                finally:
+                    self._is_idle = False
+                if version is not None:  # otherwise called off before anything was written
+                    return version
+
+    def _take_in_place(self, deadline: float) -> int | None:
+        """With the lock held: let the next version in and wait for its end; None if it was called off."""
+        if self._pending is not None and not self._paused:  # it was announced before
+            self._pause(self._pending)
+        while not self._paused and self._decision is None:
+            self._raise_error()
+            self._do_engine_task()
+            is_late = not self._changed.wait(max(deadline - time.monotonic(), 0.0))
+            if is_late and not self._paused:
+                raise TransferTimeout(f"{self.member} got no version in time")
+        version = self._decision.version if self._decision is not None else self._pending
+        assert version is not None
+        return version if self._see_end(version, max(deadline - time.monotonic(), 0.0)) else None
+
     def _is_there(self) -> bool:
         """Whether `wait` is over. In place a rank that waits may pause before its engine has agreed on a step."""
         in_place = self._control.settings.mode is ReceiverMode.IN_PLACE
@@ -217,6 +257,7 @@ class Receiver:
             if self._pending != version:
                 raise ProtocolError(f"version {version} is not waiting to be committed on {self.member}")
             assert self._landing is not None
+            self._pause_began = time.monotonic()
             self._work.synchronize()  # what the engine queued still reads the old weights
             if in_place:
                 return self._receive_in_place(version, timeout_s)
@@ -238,6 +279,7 @@ class Receiver:
     def _serve(self, version: int) -> None:
         """With the lock held: the version is visible now."""
         self._version, self._poison, self._patches = version, None, None
+        self.last_pause_s = time.monotonic() - self._pause_began
         if self._boundary is not None:  # a rank that waited goes on where the others are
             self._step = max(self._step, self._boundary)
         self._clear_pending()
@@ -245,8 +287,16 @@ class Receiver:
 
     def _receive_in_place(self, version: int, timeout_s: float) -> bool:
         """With the lock held: let the writers in and wait for the end; False if nothing was written."""
-        self._paused, self._decision = True, None
+        self._pause(version)
+        return self._see_end(version, timeout_s)
+
+    def _pause(self, version: int) -> None:
+        """With the lock held: the engine stands still, writers may come."""
+        self._paused, self._decision, self._pause_began = True, None, time.monotonic()
         self._control.post(Paused(version=version))
+
+    def _see_end(self, version: int, timeout_s: float) -> bool:
+        """With the lock held: wait until the version is whole and decided; False if nothing was written."""
         settled = self._changed.wait_for(lambda: self._decision is not None or self._error is not None, timeout_s)
         decision, self._decision = self._decision, None
         if decision is not None and decision.commit:
@@ -437,7 +487,10 @@ class Receiver:
             if self._control.ranks_per_engine > 1:
                 self._fence, self._boundary = self._step + STEPS_AHEAD, None
                 self._control.post(At(version=version, step=self._step))
-            self._changed.notify_all()
+            if self._is_idle:
+                self._pause(version)
+            else:
+                self._changed.notify_all()
 
     def _count_arrivals(self) -> bool:
         """Without a digest: take in what was counted as arrived; returns whether the version is whole."""
@@ -469,7 +522,7 @@ class Receiver:
         The version is over here and now: the next one may come before the engine's thread has woken up.
         """
         if self._paused:
-            self._decision = decision
+            self._decision, self._is_idle = decision, False
         if self._paused and decision.commit:
             self._serve(decision.version)
         else:

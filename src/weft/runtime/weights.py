@@ -23,10 +23,19 @@ _DTYPES = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16", "float8_e4m
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """Which box of a tensor an array is: the tensor's whole shape, and where the array begins in it."""
+    """Which box of a tensor an array is: the tensor's whole shape, and where the array begins in it.
+
+    A fused parameter is several boxes of other tensors; each says of which, how large, and where it lies.
+    """
 
     shape: tuple[int, ...]
     lo: tuple[int, ...]
+    source: str = ""
+    """The tensor, where it is not called like the parameter."""
+    extent: tuple[int, ...] | None = None
+    """Size of the box, where it is not the whole parameter."""
+    at: tuple[int, ...] | None = None
+    """Where in the parameter the box begins, if not at its beginning."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

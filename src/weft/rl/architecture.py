@@ -1,0 +1,139 @@
+"""The shape of a decoder, from a config.json: what trainer modules and engine models are both built from.
+
+architecture = load_architecture("tiny", vocab_size=32)
+architecture = load_architecture("models/Qwen2.5-0.5B/config.json")
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from weft.core.configs import CONFIGS
+from weft.errors import ConfigError
+
+TINY: dict[str, Any] = {
+    "model_type": "qwen3",
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "intermediate_size": 192,
+    "rope_theta": 10_000.0,
+    "tie_word_embeddings": False,
+}
+GATED = ("llama", "qwen2", "qwen3")
+"""Kinds with RMS norms, rotated positions and gated feed-forward layers."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Architecture:
+    """One dense decoder. `gpt2` has learned positions, layer norms, biases and weights stored [in, out]."""
+
+    kind: str
+    vocab_size: int
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    width: int
+    """Of the feed-forward layers."""
+    qkv_bias: bool
+    qk_norm: bool
+    tied: bool
+    eps: float
+    rope_theta: float
+    max_positions: int
+    config: Mapping[str, Any]
+    """As read."""
+
+    @property
+    def is_gpt2(self) -> bool:
+        """Whether it is of the older kind."""
+        return self.kind == "gpt2"
+
+
+def load_architecture(model: str, *, vocab_size: int = 0) -> Architecture:
+    """The built-in `tiny`, a name of the catalog, or a config.json (or the folder it is in)."""
+    if model == "tiny":
+        return _architecture("tiny", {**TINY, "vocab_size": vocab_size})
+    name = model.rpartition("/")[2].lower()
+    config = CONFIGS[name] if name in CONFIGS and not Path(model).exists() else _read(Path(model))
+    found = _architecture(model, config)
+    if found.vocab_size < vocab_size:
+        raise ConfigError(f"`{model}` has {found.vocab_size} tokens and the task needs {vocab_size}")
+    return found
+
+
+def _read(path: Path) -> Mapping[str, Any]:
+    path = path / "config.json" if path.is_dir() else path
+    try:
+        config = json.loads(path.read_text())
+    except OSError as error:
+        hint = "tiny, gpt2, qwen2.5-0.5b, …, or a path to a config.json"
+        raise ConfigError(f"no model `{path}`: {error.strerror}", hint=hint) from error
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"`{path}` is not JSON: {error}") from error
+    if not isinstance(config, dict):
+        raise ConfigError(f"`{path}` is not a table of settings")
+    return config
+
+
+def _architecture(name: str, config: Mapping[str, Any]) -> Architecture:
+    kind = str(config.get("model_type", ""))
+    if kind not in (*GATED, "gpt2"):
+        raise ConfigError(f"`{name}` is of the kind `{kind}`", hint=f"one of {', '.join(GATED)}, gpt2")
+    try:
+        return _gpt2(config) if kind == "gpt2" else _gated(kind, config)
+    except (KeyError, TypeError, ValueError) as error:
+        raise ConfigError(
+            f"`{name}` does not say its {error}", hint="a config.json as Hugging Face writes it"
+        ) from None
+
+
+def _gated(kind: str, config: Mapping[str, Any]) -> Architecture:
+    heads = int(config["num_attention_heads"])
+    rope = config.get("rope_parameters") or {}
+    return Architecture(
+        kind=kind,
+        vocab_size=int(config["vocab_size"]),
+        hidden=int(config["hidden_size"]),
+        layers=int(config["num_hidden_layers"]),
+        heads=heads,
+        kv_heads=int(config.get("num_key_value_heads") or heads),
+        head_dim=int(config.get("head_dim") or int(config["hidden_size"]) // heads),
+        width=int(config["intermediate_size"]),
+        qkv_bias=kind == "qwen2",
+        qk_norm=kind == "qwen3",
+        tied=bool(config.get("tie_word_embeddings", False)),
+        eps=float(config.get("rms_norm_eps", 1e-6)),
+        rope_theta=float(config.get("rope_theta") or rope.get("rope_theta") or 10_000.0),
+        max_positions=int(config.get("max_position_embeddings", 1 << 15)),
+        config=config,
+    )
+
+
+def _gpt2(config: Mapping[str, Any]) -> Architecture:
+    heads, hidden = int(config["n_head"]), int(config["n_embd"])
+    return Architecture(
+        kind="gpt2",
+        vocab_size=int(config["vocab_size"]),
+        hidden=hidden,
+        layers=int(config["n_layer"]),
+        heads=heads,
+        kv_heads=heads,
+        head_dim=hidden // heads,
+        width=int(config.get("n_inner") or 4 * hidden),
+        qkv_bias=True,
+        qk_norm=False,
+        tied=True,
+        eps=float(config.get("layer_norm_epsilon", 1e-5)),
+        rope_theta=0.0,
+        max_positions=int(config["n_positions"]),
+        config=config,
+    )
