@@ -222,11 +222,26 @@ class EngineModel(nn.Module):
     @property
     def parts(self) -> dict[str, list[Part]]:
         """Which boxes of which trainer tensors every parameter is made of."""
-        found = {}
+        found: dict[str, list[Part]] = {}
         for name, module in self.named_modules():
             if isinstance(module, (FusedLinear, Norm, Table)):
                 found |= {f"{name}.{own}": module.parts[own] for own, _ in module.named_parameters()}
         return found
+
+    @torch.no_grad()
+    def load(self, name: str, whole: Tensor) -> None:
+        """Put a whole trainer tensor where it belongs, as loaders do; for collectives, and to check what weft wrote."""
+        found = {name: whole}
+        if whole.dim() == 2:
+            found[f"{name} codes"], found[f"{name}_scale"] = quantized_rows(whole)
+        parameters = dict(self.named_parameters())
+        for parameter, parts in self.parts.items():
+            target = parameters[parameter].data
+            is_fp8 = target.dtype == torch.float8_e4m3fn
+            for part in parts:
+                source = found.get(f"{part.source} codes" if is_fp8 else part.source)
+                if source is not None:
+                    _box(target, part.at, part.extent).copy_(_box(source, part.lo, part.extent))
 
     def cache(self, batch: int, length: int) -> Cache:
         """Room for the keys and values of a batch."""
@@ -274,6 +289,18 @@ _GPT2_NAMES = {
 }
 _GATED_OUTER = ("model.embed_tokens", "", "model.norm")
 _GPT2_OUTER = ("transformer.wte", "transformer.wpe", "transformer.ln_f")
+
+
+def quantized_rows(whole: Tensor) -> tuple[Tensor, Tensor]:
+    """FP8 codes and the scale of every row, as `weft.codec.fp8` states them."""
+    wide = whole.float()
+    scale = wide.abs().amax(dim=1, keepdim=True).clamp(min=1e-10) / torch.tensor(448.0)
+    return (wide * (1 / scale)).clamp(-448, 448).to(torch.float8_e4m3fn), scale
+
+
+def _box(tensor: Tensor, lo: tuple[int, ...] | None, extent: tuple[int, ...] | None) -> Tensor:
+    lo, extent = lo or (0,) * tensor.dim(), extent or tuple(tensor.shape)
+    return tensor[tuple(slice(start, start + count) for start, count in zip(lo, extent, strict=True))]
 
 
 def _parameter(shape: tuple[int, ...], dtype: torch.dtype) -> nn.Parameter:

@@ -197,7 +197,8 @@ def _transformers(architecture: Architecture) -> nn.Module:
         raise ConfigError("transformers is not installed", hint="pip install 'weft[hf]'") from error
     fields = {key: value for key, value in architecture.config.items() if key != "torch_dtype"}
     config = transformers.AutoConfig.for_model(**fields)
-    model: nn.Module = transformers.AutoModelForCausalLM.from_config(config)
+    build: Any = transformers.AutoModelForCausalLM.from_config
+    model: nn.Module = build(config)
     return model
 
 

@@ -43,7 +43,7 @@ class Scored:
         )
 
 
-def answer_logprobs(logits: Tensor, tokens: Tensor, answer: int, temperature: float) -> Tensor:
+def answer_logprobs(logits: Tensor, answer: int, temperature: float) -> Tensor:
     """[samples, length, vocabulary]: log-probabilities of every token, where answers are made."""
     return torch.log_softmax(logits[:, -answer - 1 : -1] / temperature, dim=-1)
 
@@ -69,7 +69,7 @@ def advantages(rewards: Tensor, values: Tensor, *, gamma: float, gae_lambda: flo
 def loss(logits: Tensor, values: Tensor, batch: Scored, settings: LoopSettings) -> tuple[Tensor, dict[str, Tensor]]:
     """What a step makes smaller, and what to report of it."""
     answer = batch.proximal.shape[1]
-    logprobs = answer_logprobs(logits, batch.tokens, answer, settings.temperature)
+    logprobs = answer_logprobs(logits, answer, settings.temperature)
     current = taken(logprobs, batch.tokens)
     ratio = torch.exp(current - batch.proximal)
     clipped = ratio.clamp(1 - settings.clip, 1 + settings.clip)

@@ -1,0 +1,279 @@
+"""The coordinator: hands out jobs, collects samples, keeps the record. One for each run, beside weft's controller.
+
+    consumes      Hello, Ask, Busy, Made, Take, Trained, Offer, Sent, Served, Done, Failed      from members
+    produces      Job, Hold, Receive, Batch, Stop
+    waits for     messages, a twentieth of a second at most              unblocked by   the network, `close`
+
+One thread owns the socket and all state. An engine that falls silent is lost: its jobs go to others. The run ends when
+every trainer is done, when a member fails that cannot be replaced, or when nobody is left to generate.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, Self
+
+import numpy as np
+
+from weft.errors import ProtocolError
+from weft.rl.ledger import Ledger
+from weft.rl.messages import (
+    Ask,
+    Batch,
+    Busy,
+    Done,
+    Failed,
+    Hello,
+    Hold,
+    Made,
+    Offer,
+    Receive,
+    Samples,
+    Sent,
+    Served,
+    Stop,
+    Take,
+    ToCoordinator,
+    Trained,
+    pack,
+    unpack,
+)
+from weft.rl.record import Commit, Iteration, Record, Version
+from weft.rl.settings import LoopSettings, Method
+from weft.runtime.channel import Server
+
+POLL_S = 0.05
+SILENCE_S = 10.0
+"""An engine that was not heard of for this long is lost."""
+MAX_JOB = 512
+"""Samples of one job, at most."""
+
+
+class Coordinator:
+    """Runs in a thread of the process that makes it."""
+
+    def __init__(
+        self,
+        settings: LoopSettings,
+        address: str = "tcp://127.0.0.1:*",
+        *,
+        wire_bytes: Callable[[], int] = lambda: 0,
+        **security: Any,
+    ) -> None:
+        """`wire_bytes`: what the last version cost on the wire."""
+        self._settings, self._wire_bytes = settings, wire_bytes
+        num_jobs = max(settings.num_engines, -(-settings.batch // MAX_JOB))
+        self._ledger = Ledger(
+            batch_size=settings.batch,
+            num_jobs=num_jobs,
+            staleness=None if settings.freeze_engines else settings.allowed_staleness,
+            seed=settings.seed,
+            num_batches=settings.iterations,
+        )
+        self.record = Record(method=settings.method, verifies=settings.method is Method.WEFT)
+        self._heard: dict[int, float] = {}
+        """Engine → when it was heard of."""
+        self._takes: dict[int, tuple[str, int]] = {}
+        """Trainer rank → its connection and the iteration it waits for."""
+        self._offered: int | None = None
+        self._done: set[int] = set()
+        self._requests: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._stop = threading.Event()
+        self.ended = threading.Event()
+        self.failure = ""
+        self._server = Server(address, messages=ToCoordinator, **security)
+        self.address = self._server.address
+        self._thread = threading.Thread(target=self._run, name="weft-coordinator", daemon=True)
+        self._thread.start()
+
+    def fail(self, reason: str) -> None:
+        """Something outside has gone wrong; from any thread."""
+        self._requests.put(lambda: self._fail(reason))
+
+    def lose(self, engine: int, how: str) -> None:
+        """An engine is gone; from any thread."""
+        self._requests.put(lambda: self._lose(engine, how))
+
+    def close(self) -> None:
+        """Stop; members that still ask are left to their deadlines."""
+        self._stop.set()
+        self._thread.join(10.0)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.close()
+
+    def _run(self) -> None:
+        try:
+            while not self._stop.is_set():
+                received = self._server.receive(POLL_S)
+                while received is not None:
+                    self._handle_safely(received.sender, received.message)
+                    received = self._server.receive(0.0)
+                while not self._requests.empty():
+                    self._requests.get()()
+                self._look_at_clocks()
+        finally:
+            self._server.close()
+
+    def _handle_safely(self, sender: str, message: Any) -> None:
+        try:
+            self._handle(sender, message)
+        except Exception as error:  # a defect, or samples that make no sense: nobody else would notice
+            self._fail(f"{type(error).__name__} while handling {type(message).__name__}: {error}")
+
+    def _handle(self, sender: str, message: Any) -> None:
+        match message:
+            case Hello(iteration=iteration):
+                self._ledger.start_at(max(self._ledger.trained, iteration))
+            case Ask(engine=engine) | Busy(engine=engine) | Made(engine=engine):
+                self._heard[engine] = time.monotonic()
+                self._engine_says(sender, message)
+            case Served():
+                self._served(message)
+            case Failed(member=member, reason=reason):
+                self._member_failed(member, reason)
+            case _:
+                self._trainer_says(sender, message)
+
+    def _engine_says(self, sender: str, message: Any) -> None:
+        match message:
+            case Ask(engine=engine, version=version):
+                self._server.send(sender, self._answer(engine, version))
+            case Made(engine=engine, job=job, samples=samples):
+                self._made(engine, job, samples)
+
+    def _trainer_says(self, sender: str, message: Any) -> None:
+        match message:
+            case Take(rank=rank, iteration=iteration):
+                self._takes[rank] = sender, iteration
+                self._give_out()
+            case Trained(iteration=iteration, metrics=metrics):
+                self._trained(iteration, metrics)
+            case Offer(version=version):
+                self._offered = version
+            case Sent():
+                self._sent(message)
+            case Done(rank=rank):
+                self._done.add(rank)
+                if len(self._done) == self._settings.num_trainers:
+                    self._end()
+
+    def _answer(self, engine: int, version: int) -> Any:
+        if self.ended.is_set():
+            return Stop(reason=self.failure)
+        if self._offered is not None and version < self._offered:
+            return Receive(version=self._offered)
+        job = self._ledger.next_job(engine=engine, version=version)
+        return Hold() if job is None else job
+
+    def _made(self, engine: int, job: int, samples: Samples) -> None:
+        count = self.record.samples_of.get(engine, 0)
+        self.record.samples_of[engine] = count + samples.answers.shape[0]
+        if self._ledger.made(job, samples) is not None:
+            self._give_out()
+
+    def _give_out(self) -> None:
+        """Answer trainers whose samples are there."""
+        for rank, (sender, iteration) in list(self._takes.items()):
+            if self.ended.is_set():
+                self._server.send(sender, Stop(reason=self.failure))
+            elif self._ledger.is_whole(iteration):
+                mine = share(self._ledger.batch(iteration), rank, self._settings.num_trainers)
+                self._server.send(sender, Batch(iteration=iteration, samples=mine))
+            else:
+                continue
+            del self._takes[rank]
+
+    def _trained(self, iteration: int, metrics: dict[str, float]) -> None:
+        batch = self._ledger.batch(iteration)
+        versions = np.concatenate([unpack(samples.versions) for samples in batch])
+        rewards = np.concatenate([unpack(samples.rewards).sum(axis=1) for samples in batch])
+        age = iteration - versions.min(axis=1)
+        self.record.iterations.append(
+            Iteration(
+                number=iteration,
+                at_s=self.record.since(time.time()),
+                reward=float(rewards.mean()),
+                staleness=float(age.mean()),
+                max_staleness=int(age.max()),
+                mixed=float((versions.min(axis=1) != versions.max(axis=1)).mean()),
+                num_samples=len(rewards),
+                metrics=metrics,
+            )
+        )
+        self._ledger.finished(iteration)
+
+    def _sent(self, message: Sent) -> None:
+        self.record.versions.append(
+            Version(
+                number=message.version,
+                published_s=self.record.since(message.published_at),
+                released_s=self.record.since(message.released_at),
+                committed_s=self.record.since(message.committed_at),
+                num_bytes=self._wire_bytes(),
+                reason=message.reason,
+            )
+        )
+
+    def _served(self, message: Served) -> None:
+        self.record.commits.append(
+            Commit(
+                engine_rank=message.engine_rank,
+                version=message.version,
+                at_s=self.record.since(message.at),
+                pause_ms=message.pause_s * 1e3,
+                exact=message.exact,
+            )
+        )
+        if message.exact is False:
+            self._fail(f"engine rank {message.engine_rank} does not hold version {message.version} bit for bit")
+
+    def _look_at_clocks(self) -> None:
+        now = time.monotonic()
+        for engine, heard in list(self._heard.items()):
+            if now - heard > SILENCE_S:
+                self._lose(engine, f"was not heard of for {now - heard:.0f} s")
+
+    def _member_failed(self, member: str, reason: str) -> None:
+        side, _, rank = member.partition(" ")
+        if side == "engine":
+            self._lose(int(rank) // self._settings.ranks_per_engine, f"failed: {reason}")
+        else:
+            self._fail(f"{member} failed: {reason}")
+
+    def _lose(self, engine: int, how: str) -> None:
+        if f"engine {engine}" in self.record.lost or self.ended.is_set():
+            return
+        self._heard.pop(engine, None)
+        self.record.lost[f"engine {engine}"] = how
+        self._ledger.lost(engine)
+        if self._settings.method is not Method.WEFT:
+            self._fail(f"engine {engine} {how}; a broadcast needs everybody")
+        elif len(self.record.lost) == self._settings.num_engines:
+            self._fail("no engine is left: " + ", ".join(f"{name} {why}" for name, why in self.record.lost.items()))
+
+    def _fail(self, reason: str) -> None:
+        self.failure = self.failure or reason
+        self._end()
+
+    def _end(self) -> None:
+        self.record.ended_s = self.record.ended_s or self.record.since(time.time())
+        self.ended.set()
+        self._give_out()
+
+
+def share(batch: list[Samples], rank: int, num_ranks: int) -> Samples:
+    """One trainer's rows of a batch."""
+    whole = {
+        name: np.concatenate([unpack(getattr(part, name)) for part in batch]) for name in Samples.__struct_fields__
+    }
+    size = len(whole["answers"]) // num_ranks
+    if size * num_ranks != len(whole["answers"]):
+        raise ProtocolError(f"{len(whole['answers'])} samples do not divide among {num_ranks} trainers")
+    return Samples(**{name: pack(rows[rank * size : (rank + 1) * size]) for name, rows in whole.items()})

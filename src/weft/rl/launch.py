@@ -1,0 +1,266 @@
+"""Start a run: all members as processes of this machine, or this process as one of torchrun's.
+
+    record = run_here(settings, run_dir=Path("runs/a"), watch=view.show)
+
+The process that starts a run holds weft's controller and the coordinator; members are watched, and none outlives it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import msgspec
+from torch._C._distributed_c10d import TCPStore
+
+from weft import Controller, TransferSettings
+from weft.config import DeltaPolicy
+from weft.core.version import CommitPolicy
+from weft.errors import ConfigError, PeerLost
+from weft.rl.coordinator import Coordinator
+from weft.rl.links import Links
+from weft.rl.methods import check_method
+from weft.rl.record import Record
+from weft.rl.settings import LoopSettings
+from weft.runtime.keys import load_allowed, load_keys
+
+TICK_S = 0.1
+STOP_S = 5.0
+"""How long members get to end by themselves, and again after being told to."""
+LOG_LINES = 15
+Watch = Callable[[Record], None]
+
+
+class Heart:
+    """Weft's controller and the coordinator of one run."""
+
+    def __init__(self, settings: LoopSettings, *, host: str = "127.0.0.1", port: int = 0, keys: str = "") -> None:
+        """`port`: of the controller; the coordinator takes the next. 0: any."""
+        security: dict[str, Any] = {}
+        if keys:
+            folder = Path(keys)
+            security = {"keys": load_keys(folder / "controller.key"), "allowed": load_allowed(folder)}
+        self.controller = Controller(
+            f"tcp://{host}:{port or '*'}",
+            num_trainers=settings.num_trainers,
+            num_engine_ranks=settings.num_engine_ranks,
+            ranks_per_engine=settings.ranks_per_engine,
+            policy=CommitPolicy.QUORUM,  # training goes on while one engine is left
+            quorum=1,
+            settings=transfer_settings(settings),
+            **security,
+        )
+        try:
+            self.coordinator = Coordinator(
+                settings,
+                f"tcp://{host}:{port + 1 if port else '*'}",
+                wire_bytes=lambda: self.controller.statistics().last_wire_bytes,
+                **security,
+            )
+        except BaseException:
+            self.controller.close()
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.coordinator.close()
+        self.controller.close()
+
+
+def transfer_settings(settings: LoopSettings) -> TransferSettings:
+    """How weft transfers the versions of a run."""
+    return TransferSettings(
+        mode=settings.mode,
+        delta=DeltaPolicy.ON if settings.delta else DeltaPolicy.OFF,
+        transport=settings.transport,
+        version_s=settings.timeout_s,
+    )
+
+
+@dataclass(slots=True)
+class _Member:
+    name: str
+    engine: int | None
+    process: subprocess.Popen[bytes]
+    log: Path
+    is_gone: bool = False
+
+    def how(self) -> str:
+        """How it ended."""
+        code = self.process.returncode
+        return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
+
+    def last_words(self) -> str:
+        """The end of its log."""
+        lines = self.log.read_text(errors="replace").splitlines()[-LOG_LINES:] if self.log.exists() else []
+        return "\n".join(lines)
+
+
+def run_here(settings: LoopSettings, *, run_dir: Path, watch: Watch = lambda _: None) -> Record:
+    """Run all members on this machine until they are done; raises what went wrong. Nothing is left running."""
+    check_method(settings)
+    with Heart(settings) as heart, _store() as store:
+        links = Links(
+            controller=heart.controller.address,
+            coordinator=heart.coordinator.address,
+            store_host="127.0.0.1",
+            store_port=store.port,
+            run_dir=str(run_dir),
+        )
+        members: list[_Member] = []
+        try:
+            _write(run_dir, settings, links)
+            for rank in range(settings.world_size):
+                members.append(_start(settings, run_dir, rank))  # noqa: PERF401  # those that started must be stopped
+            _watch_over(members, heart.coordinator, watch)
+        finally:
+            _stop(members)
+            watch(heart.coordinator.record)
+        return heart.coordinator.record
+
+
+@contextlib.contextmanager
+def _store() -> Iterator[Any]:
+    yield TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+
+def _write(run_dir: Path, settings: LoopSettings, links: Links) -> None:
+    try:
+        (run_dir / "logs").mkdir(parents=True, exist_ok=True)
+        (run_dir / "settings.json").write_bytes(msgspec.json.encode(settings))
+        (run_dir / "links.json").write_bytes(msgspec.json.encode(links))
+    except OSError as error:
+        raise ConfigError(f"cannot write to `{run_dir}`: {error.strerror}") from error
+
+
+def _start(settings: LoopSettings, run_dir: Path, rank: int) -> _Member:
+    number = rank - settings.num_trainers
+    name = f"trainer {rank}" if number < 0 else f"engine {number}"
+    path = run_dir / "logs" / f"{name.replace(' ', '-')}.log"
+    environment = {**os.environ, "RANK": str(rank), "LOCAL_RANK": str(rank), "PYTHONUNBUFFERED": "1"}
+    with path.open("wb") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "weft.rl.member", str(run_dir)],
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,  # an interrupt is for us; members are told to stop
+        )
+    return _Member(name, None if number < 0 else number // settings.ranks_per_engine, process, path)
+
+
+def _watch_over(members: list[_Member], coordinator: Coordinator, watch: Watch) -> None:
+    """Until the run is over; raises PeerLost if it failed."""
+    while not coordinator.ended.wait(TICK_S):
+        for member in members:
+            if not member.is_gone and member.process.poll() is not None:
+                member.is_gone = True
+                _gone(member, coordinator)
+        watch(coordinator.record)
+    if coordinator.failure:
+        _stop(members)
+        words = "\n".join(
+            f"--- {member.name} ---\n{member.last_words()}"
+            for member in members
+            if member.name in coordinator.failure and member.last_words()
+        )
+        raise PeerLost(coordinator.failure, hint=words or "logs are beside the report")
+    deadline = time.monotonic() + STOP_S
+    while time.monotonic() < deadline and any(member.process.poll() is None for member in members):
+        time.sleep(0.02)
+
+
+def _gone(member: _Member, coordinator: Coordinator) -> None:
+    if coordinator.ended.is_set() or (member.process.returncode == 0 and member.engine is None):
+        return
+    if member.engine is None:
+        coordinator.fail(f"{member.name} {member.how()}")
+    else:
+        coordinator.lose(member.engine, member.how())
+
+
+def _stop(members: list[_Member]) -> None:
+    """Nobody is left behind."""
+    for tell in (signal.SIGTERM, signal.SIGKILL):
+        for member in members:
+            if member.process.poll() is None:
+                member.process.send_signal(tell)
+        for member in members:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                member.process.wait(STOP_S)
+
+
+def under_torchrun() -> bool:
+    """Whether torchrun has started this process."""
+    return "TORCHELASTIC_RUN_ID" in os.environ and "RANK" in os.environ
+
+
+def run_as_member(
+    settings: LoopSettings, *, run_dir: Path, port: int, keys: str, watch: Watch = lambda _: None
+) -> Record | None:
+    """Be the rank torchrun says; the first also holds controller and coordinator, and returns the record."""
+    from weft.rl.member import run_member  # noqa: PLC0415  # members import launch's neighbours, not launch
+
+    check_method(settings)
+    rank, local_rank = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
+    world = int(os.environ["WORLD_SIZE"])
+    if world != settings.world_size:
+        raise ConfigError(
+            f"torchrun started {world} processes for {settings.num_trainers} trainers and "
+            f"{settings.num_engine_ranks} engine ranks",
+            hint="--nnodes × --nproc-per-node must be their sum",
+        )
+    host = socket.gethostbyname(os.environ["MASTER_ADDR"])
+    links = Links(
+        controller=f"tcp://{host}:{port}",
+        coordinator=f"tcp://{host}:{port + 1}",
+        store_host=os.environ["MASTER_ADDR"],
+        store_port=int(os.environ["MASTER_PORT"]),
+        run_dir=str(run_dir),
+        keys=keys,
+    )
+    run_dir.mkdir(parents=True, exist_ok=True)
+    if rank != 0:
+        run_member(settings, links, rank=rank, local_rank=local_rank)
+        return None
+    with Heart(settings, host=host, port=port, keys=keys) as heart, _watching(heart.coordinator, watch):
+        try:
+            run_member(settings, links, rank=rank, local_rank=local_rank)
+        except Exception as error:
+            raise PeerLost(heart.coordinator.failure or str(error)) from error
+        if not heart.coordinator.ended.wait(settings.timeout_s):
+            raise PeerLost("other trainers are not done")
+        time.sleep(1.0)  # engines ask once more, and are told to stop
+        return heart.coordinator.record
+
+
+@contextlib.contextmanager
+def _watching(coordinator: Coordinator, watch: Watch) -> Iterator[None]:
+    """Show what happens while this process does something else."""
+    over = threading.Event()
+
+    def show() -> None:
+        while not over.wait(TICK_S):
+            watch(coordinator.record)
+
+    thread = threading.Thread(target=show, name="weft-rl-watch", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+        watch(coordinator.record)

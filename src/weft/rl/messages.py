@@ -1,0 +1,167 @@
+"""What members of the loop and its coordinator say to each other; samples travel in these, weights do not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+
+class Array(msgspec.Struct, frozen=True):
+    """A NumPy array."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    data: bytes
+
+
+def pack(array: NDArray[Any]) -> Array:
+    """An array as it travels."""
+    return Array(array.dtype.str, array.shape, array.tobytes())
+
+
+def unpack(array: Array) -> NDArray[Any]:
+    """An array that has travelled; it can be written to."""
+    return np.frombuffer(array.data, dtype=array.dtype).reshape(array.shape).copy()
+
+
+class Samples(msgspec.Struct, frozen=True, kw_only=True):
+    """Prompts with their answers: one sample a row, all answers equally long."""
+
+    prompts: Array
+    answers: Array
+    rewards: Array
+    """Of each answer token."""
+    logprobs: Array
+    """Of each answer token, when it was sampled."""
+    versions: Array
+    """That made each answer token."""
+
+
+# From members
+
+
+class Hello(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+    """A member is there. `iteration`: where a trainer resumes."""
+
+    member: str
+    iteration: int = 0
+
+
+class Ask(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+    """An engine has nothing to do; answered at once."""
+
+    engine: int
+    version: int
+    """It serves; -1 before the first."""
+
+
+class Busy(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+    """An engine is still generating."""
+
+    engine: int
+
+
+class Made(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+    """An engine has done a job."""
+
+    engine: int
+    job: int
+    samples: Samples
+
+
+class Take(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+    """A trainer wants its samples of an iteration; answered when they are there."""
+
+    rank: int
+    iteration: int
+
+
+class Trained(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+    """The first trainer has finished an iteration."""
+
+    iteration: int
+    metrics: dict[str, float]
+
+
+class Offer(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+    """The first trainer is about to broadcast a version: engines must take part."""
+
+    version: int
+
+
+class Sent(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+    """What became of a version; times since the epoch."""
+
+    version: int
+    published_at: float
+    released_at: float
+    committed_at: float
+    reason: str = ""
+    """Why it was given up, if it was."""
+
+
+class Served(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+    """An engine rank serves a version."""
+
+    engine_rank: int
+    version: int
+    at: float
+    pause_s: float
+    exact: bool | None = None
+    """Whether all weights were found equal to the trainers', where that was looked at."""
+
+
+class Done(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+    """A trainer has finished all iterations."""
+
+    rank: int
+
+
+class Failed(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+    """A member cannot go on."""
+
+    member: str
+    reason: str
+
+
+ToCoordinator = Hello | Ask | Busy | Made | Take | Trained | Offer | Sent | Served | Done | Failed
+
+
+# From the coordinator
+
+
+class Job(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+    """Prompts to answer; made from the seed."""
+
+    job: int
+    count: int
+    seed: int
+
+
+class Hold(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+    """Nothing to do now: ask again soon."""
+
+
+class Receive(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+    """A version is being broadcast: take part."""
+
+    version: int
+
+
+class Batch(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+    """A trainer's samples."""
+
+    iteration: int
+    samples: Samples
+
+
+class Stop(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+    """The run is over; `reason` says why, if it failed."""
+
+    reason: str = ""
+
+
+ToMember = Job | Hold | Receive | Batch | Stop
