@@ -19,6 +19,7 @@ from weft.cli.keys import keys_command
 from weft.cli.lists import models_command, presets_command, topologies_command
 from weft.cli.output import err, out
 from weft.cli.plan import plan_command
+from weft.cli.rl import demo_command, env_command, rl_command
 from weft.cli.simulate import simulate_command
 from weft.cli.validate import validate_command
 from weft.errors import WeftError
@@ -33,11 +34,14 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Move fresh policy weights from the GPUs that train a model to the GPUs that serve it.",
 )
+app.command("demo")(demo_command)
+app.command("rl")(rl_command)
 app.command("plan")(plan_command)
 app.command("simulate")(simulate_command)
 app.command("validate")(validate_command)
 app.command("controller")(controller_command)
 app.command("keys")(keys_command)
+app.command("env")(env_command)
 app.add_typer(bench_app, name="bench")
 app.command("models")(models_command)
 app.command("presets")(presets_command)

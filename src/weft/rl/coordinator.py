@@ -216,7 +216,7 @@ class Coordinator:
                 published_s=self.record.since(message.published_at),
                 released_s=self.record.since(message.released_at),
                 committed_s=self.record.since(message.committed_at),
-                num_bytes=self._wire_bytes(),
+                num_bytes=message.num_bytes or self._wire_bytes(),
                 reason=message.reason,
             )
         )

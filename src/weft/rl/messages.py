@@ -99,6 +99,8 @@ class Sent(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     published_at: float
     released_at: float
     committed_at: float
+    num_bytes: int = 0
+    """On the wire, where the controller does not know it."""
     reason: str = ""
     """Why it was given up, if it was."""
 

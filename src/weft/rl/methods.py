@@ -112,11 +112,14 @@ class CollectiveSending:
         if self._rank == 0:
             self._offer(version)
         tensors = full_tensors(self._policy)
+        num_bytes = 0
         for _, whole in list(tensors) if self._gathers_first else tensors:
             if self._group is not None:
                 self._group.share(whole)
+                num_bytes += whole.nbytes * (self._group.size - 1)
         ended = time.time()
-        self._sent.append(Sent(version=version, published_at=began, released_at=ended, committed_at=ended))
+        sent = Sent(version=version, published_at=began, released_at=ended, committed_at=ended, num_bytes=num_bytes)
+        self._sent.append(sent)
 
     def wait_released(self) -> None:
         """Nothing is under way."""

@@ -169,7 +169,7 @@ def build_actor(settings: LoopSettings, architecture: Architecture) -> Actor:
     actor = Actor(policy, architecture.hidden)
     if settings.weights:
         _load(policy, Path(settings.weights))
-    return actor.to(DTYPES[settings.dtype])
+    return actor.to(DTYPES[settings.dtype]).eval()  # nothing is dropped at random: engines would not agree
 
 
 def layers_of(policy: nn.Module) -> Iterator[nn.Module]:

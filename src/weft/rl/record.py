@@ -87,6 +87,8 @@ class Record:
         rewards = [iteration.reward for iteration in self.iterations]
         few = max(1, min(5, len(rewards) // 4))
         seconds = self.ended_s or self.since(time.time())
+        steady = self.iterations[1:]  # before the first ends, processes start
+        spent_s = steady[-1].at_s - self.iterations[0].at_s if steady else 0.0
         transfers = [v.transfer_ms for v in self.committed[1:] or self.committed]  # the first waits for everybody
         pauses = [c.pause_ms for c in self.commits if c.version] or [c.pause_ms for c in self.commits]
         return {
@@ -103,7 +105,7 @@ class Record:
             "iterations": len(self.iterations),
             "staleness": _mean([i.staleness for i in self.iterations]),
             "mixed": _mean([i.mixed for i in self.iterations]),
-            "samples_per_s": sum(i.num_samples for i in self.iterations) / seconds if seconds else 0.0,
+            "samples_per_s": sum(i.num_samples for i in steady) / spent_s if spent_s else 0.0,
             "bytes_per_version": int(np.median([v.num_bytes for v in self.committed])) if self.committed else 0,
             "num_aborted": len(self.versions) - len(self.committed),
             "exact": None if all(c.exact is None for c in self.commits) else all(c.exact for c in self.commits),

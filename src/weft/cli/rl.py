@@ -1,0 +1,217 @@
+"""`weft rl` and `weft demo`: train, transfer, generate. `weft env`: network variables for a cluster."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import logging
+import shlex
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import msgspec
+import typer
+from rich.table import Table
+
+from weft.cli.case_options import Json
+from weft.cli.output import err, out, print_json, print_text
+from weft.errors import ConfigError
+
+if TYPE_CHECKING:
+    from weft.rl.settings import LoopSettings
+
+DEMO: dict[str, Any] = {"task": "sort", "model": "tiny", "num_engines": 2, "iterations": 150, "max_staleness": 1}
+
+
+def demo_command(
+    seed: Annotated[int, typer.Option(help="Another seed, another run.")] = 0,
+    iterations: Annotated[int, typer.Option("--iterations", "--rl-iterations", min=1)] = DEMO["iterations"],
+    freeze_engines: Annotated[bool, typer.Option(help="For comparison: engines keep version 0.")] = False,
+    out_dir: Annotated[Path | None, typer.Option("--out", help="Where report and logs go.")] = None,
+    as_json: Json = False,
+) -> None:
+    """A tiny transformer learns to sort, from nothing, while weft keeps two engines fresh; about a minute."""
+    values = DEMO | {"seed": seed, "iterations": iterations, "freeze_engines": freeze_engines}
+    _run(values, methods=["weft"], out_dir=out_dir, as_json=as_json)
+
+
+def rl_command(
+    task: Annotated[str, typer.Option(help="sort, reverse, brackets, add, or my.module:task.")] = "sort",
+    model: Annotated[
+        str, typer.Option("--model", "--model-name", help="tiny, a name of the catalog, or a config.json.")
+    ] = "tiny",
+    weights: Annotated[str, typer.Option(help="safetensors to start from; random weights without.")] = "",
+    modules: Annotated[str, typer.Option(help="builtin, or transformers: Hugging Face's modules.")] = "builtin",
+    dtype: Annotated[str, typer.Option(help="Of the trainers' weights: bf16 (with FP32 masters) or fp32.")] = "bf16",
+    trainers: Annotated[int, typer.Option("--trainers", "--num-training", help="Trainer ranks.")] = 1,
+    trainer: Annotated[str, typer.Option(help="ddp or fsdp2.")] = "ddp",
+    engines: Annotated[int, typer.Option("--engines", "--num-inference", help="Engines; each a replica.")] = 1,
+    tp: Annotated[int, typer.Option(help="Ranks of each engine: tensor parallel.")] = 1,
+    engine_dtype: Annotated[str, typer.Option(help="bf16, fp32 or fp8; as trainers' without.")] = "",
+    method: Annotated[
+        list[str] | None,
+        typer.Option("--method", "--transfer-method", help="weft, broadcast, gather, uccl; several are compared."),
+    ] = None,
+    mode: Annotated[str, typer.Option(help="weft's: shadow, in_place, patch.")] = "shadow",
+    delta: Annotated[bool, typer.Option(help="weft's: send only what changed.")] = False,
+    transport: Annotated[str, typer.Option(help="weft's: auto, or one for every link.")] = "auto",
+    sync: Annotated[bool, typer.Option("--sync", help="Generate, train, transfer in turn.")] = False,
+    max_staleness: Annotated[int, typer.Option(help="Versions a sample may be older than the policy.")] = 1,
+    freeze_engines: Annotated[bool, typer.Option(help="For comparison: engines keep version 0.")] = False,
+    check_bits: Annotated[bool, typer.Option(help="Engines compare every version bit for bit.")] = False,
+    iterations: Annotated[int, typer.Option("--iterations", "--rl-iterations")] = 100,
+    rollouts: Annotated[
+        int, typer.Option("--rollouts", "--rollouts-per-rank", "--rollouts-per-gpu", help="Samples a trainer rank.")
+    ] = 128,
+    ppo_epochs: Annotated[int, typer.Option("--ppo-epochs")] = 2,
+    minibatches: Annotated[int, typer.Option()] = 2,
+    lr: Annotated[float, typer.Option()] = 1e-3,
+    kl_coef: Annotated[float, typer.Option(help="Pull towards the first policy.")] = 0.0,
+    entropy_coef: Annotated[float, typer.Option()] = 0.02,
+    gamma: Annotated[float, typer.Option(help="0: every token earns by itself; 1: rewards at the end.")] = 0.0,
+    seed: Annotated[int, typer.Option()] = 0,
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    checkpoint_dir: Annotated[str, typer.Option(help="Where checkpoints go.")] = "",
+    checkpoint_every: Annotated[int, typer.Option(help="Iterations between checkpoints; 0: none.")] = 0,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue from the newest checkpoint.")] = False,
+    timeout_s: Annotated[float, typer.Option(help="How long any member waits for any other.")] = 120.0,
+    port: Annotated[int, typer.Option(help="Under torchrun: of the controller; the next one is taken too.")] = 7070,
+    keys: Annotated[str, typer.Option(help="Under torchrun: folder of `weft keys controller member`.")] = "",
+    out_dir: Annotated[Path | None, typer.Option("--out", help="Where report and logs go.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Asynchronous PPO: trainers and engines as processes, connected by weft. Under torchrun, on many nodes."""
+    values = {
+        "task": task,
+        "model": model,
+        "weights": weights,
+        "modules": modules,
+        "dtype": dtype,
+        "num_trainers": trainers,
+        "trainer": trainer,
+        "num_engines": engines,
+        "ranks_per_engine": tp,
+        "engine_dtype": engine_dtype or None,
+        "mode": mode,
+        "delta": delta,
+        "transport": transport,
+        "sync": sync,
+        "max_staleness": max_staleness,
+        "freeze_engines": freeze_engines,
+        "check_bits": check_bits,
+        "iterations": iterations,
+        "rollouts_per_rank": rollouts,
+        "ppo_epochs": ppo_epochs,
+        "minibatches": minibatches,
+        "lr": lr,
+        "kl_coef": kl_coef,
+        "entropy_coef": entropy_coef,
+        "gamma": gamma,
+        "seed": seed,
+        "device": device,
+        "checkpoint_dir": checkpoint_dir,
+        "checkpoint_every": checkpoint_every,
+        "resume": resume,
+        "timeout_s": timeout_s,
+    }
+    _run(values, methods=method or ["weft"], out_dir=out_dir, as_json=as_json, port=port, keys=keys)
+
+
+def env_command(
+    nic: Annotated[str | None, typer.Option(help="Network interface; the first that is up without.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Print the NCCL, Gloo, UCX and UCCL variables for a network interface: eval "$(weft env --nic ens1f0)"."""
+    variables = _load("network_env").network_variables(nic)
+    if as_json:
+        print_json(variables)
+    else:
+        print_text("\n".join(f"export {name}={shlex.quote(value)}" for name, value in variables.items()))
+
+
+def _load(name: str) -> Any:
+    """A module of the loop, which needs torch."""
+    try:
+        return importlib.import_module(f"weft.rl.{name}")
+    except ImportError as error:
+        raise ConfigError(f"the loop needs `{error.name}`", hint="pip install 'weft[torch]'") from error
+
+
+def _settings(values: dict[str, Any]) -> LoopSettings:
+    settings = _load("settings")
+    try:
+        found: LoopSettings = msgspec.convert(values, settings.LoopSettings)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"wrong option: {error}", hint="see weft rl --help") from None
+    return found.check()
+
+
+def _run(
+    values: dict[str, Any],
+    *,
+    methods: list[str],
+    out_dir: Path | None,
+    as_json: bool,
+    port: int = 0,
+    keys: str = "",
+) -> None:
+    """Run each method, with the same seed; say what came of it."""
+    runs = [_settings(values | {"method": method}) for method in methods]
+    launch = _load("launch")
+    logging.getLogger("weft").setLevel(logging.ERROR)  # members that leave are no news here
+    folder = out_dir or Path("runs") / time.strftime(f"{runs[0].task.rpartition('.')[2]}-%Y%m%d-%H%M%S")
+    found = []
+    for settings in runs:
+        where = (folder if len(runs) == 1 else folder / settings.method.value).absolute()
+        with _watching(settings) as watch:
+            if launch.under_torchrun():
+                record = launch.run_as_member(settings, run_dir=where, port=port, keys=keys, watch=watch)
+            else:
+                record = launch.run_here(settings, run_dir=where, watch=watch)
+        if record is not None:
+            found.append(_finish(record, settings, where))
+    if not found:
+        return
+    if not as_json:
+        _show(found)
+        for one in found:
+            err.print(f"report: {one['report']}")
+    else:
+        print_json(found[0] if len(found) == 1 else {"runs": found})
+
+
+@contextlib.contextmanager
+def _watching(settings: LoopSettings) -> Any:
+    with _load("live").live_view(settings, err) as watch:
+        yield watch
+
+
+def _finish(record: Any, settings: LoopSettings, where: Path) -> dict[str, Any]:
+    """Keep what happened; returns the summary."""
+    report = _load("report").write_report(record, settings, where / "report.html")
+    (where / "record.json").write_bytes(msgspec.json.encode(record.to_json()))
+    summary: dict[str, Any] = record.summary(report=str(report))
+    return summary
+
+
+def _show(found: list[dict[str, Any]]) -> None:
+    table = Table(title="weft rl", title_justify="left")
+    columns = ("method", "reward", "seconds", "versions", "verified", "transfer ms p50 / p95", "pause ms p50 / p95")
+    for name in (*columns, "staleness", "samples/s", "MB a version"):
+        table.add_column(name, justify="left" if name == "method" else "right")
+    for one in found:
+        transfer, pause = one["transfer_ms"], one["pause_ms"]
+        table.add_row(
+            one["method"],
+            f"{one['reward_first']:.3f} → {one['reward_last']:.3f}",
+            f"{one['seconds']:.0f}",
+            str(one["num_versions"]),
+            "yes" if one["all_verified"] else "no",
+            f"{transfer['p50']:.1f} / {transfer['p95']:.1f}",
+            f"{pause['p50']:.2f} / {pause['p95']:.2f}",
+            f"{one['staleness']:.2f} (most {one['max_staleness']})",
+            f"{one['samples_per_s']:.0f}",
+            f"{one['bytes_per_version'] / 1e6:.2f}",
+        )
+    out.print(table)
