@@ -138,15 +138,6 @@ def _load(name: str) -> Any:
         raise ConfigError(f"the loop needs `{error.name}`", hint="pip install 'weft[torch]'") from error
 
 
-def _settings(values: dict[str, Any]) -> LoopSettings:
-    settings = _load("settings")
-    try:
-        found: LoopSettings = msgspec.convert(values, settings.LoopSettings)
-    except msgspec.ValidationError as error:
-        raise ConfigError(f"wrong option: {error}", hint="see weft rl --help") from None
-    return found.check()
-
-
 def _run(
     values: dict[str, Any],
     *,
@@ -157,7 +148,7 @@ def _run(
     keys: str = "",
 ) -> None:
     """Run each method, with the same seed; say what came of it."""
-    runs = [_settings(values | {"method": method}) for method in methods]
+    runs: list[LoopSettings] = [_load("settings").LoopSettings.of(**values, method=method) for method in methods]
     launch = _load("launch")
     logging.getLogger("weft").setLevel(logging.ERROR)  # members that leave are no news here
     folder = out_dir or Path("runs") / time.strftime(f"{runs[0].task.rpartition('.')[2]}-%Y%m%d-%H%M%S")

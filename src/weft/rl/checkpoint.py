@@ -39,6 +39,13 @@ def save(settings: LoopSettings, optimizer: MasterAdamW, rank: int, iteration: i
 
 def load(settings: LoopSettings, optimizer: MasterAdamW, rank: int) -> int:
     """Continue from the newest complete checkpoint; returns its iteration."""
+    folder, iteration = newest(settings)
+    optimizer.load(torch.load(folder / f"trainer-{rank}.pt", weights_only=True))
+    return iteration
+
+
+def newest(settings: LoopSettings) -> tuple[Path, int]:
+    """The newest complete checkpoint and its iteration; raises if there is none, or it is of another run."""
     found = _complete(settings)
     if not found:
         raise ConfigError(f"no complete checkpoint in `{settings.checkpoint_dir}`", hint="leave out --resume")
@@ -49,8 +56,7 @@ def load(settings: LoopSettings, optimizer: MasterAdamW, rank: int) -> int:
     ]
     if different:
         raise ConfigError(f"`{found[-1]}` is of another run: {', '.join(different)}")
-    optimizer.load(torch.load(found[-1] / f"trainer-{rank}.pt", weights_only=True))
-    return int(meta["iteration"])
+    return found[-1], int(meta["iteration"])
 
 
 def _meta(settings: LoopSettings) -> dict[str, str | int]:

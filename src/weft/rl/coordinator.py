@@ -44,6 +44,7 @@ from weft.rl.messages import (
 from weft.rl.record import Commit, Iteration, Record, Version
 from weft.rl.settings import LoopSettings, Method
 from weft.runtime.channel import Server
+from weft.runtime.controller import ControllerStatistics
 
 POLL_S = 0.05
 SILENCE_S = 10.0
@@ -60,11 +61,11 @@ class Coordinator:
         settings: LoopSettings,
         address: str = "tcp://127.0.0.1:*",
         *,
-        wire_bytes: Callable[[], int] = lambda: 0,
+        transfers: Callable[[], ControllerStatistics] | None = None,
         **security: Any,
     ) -> None:
-        """`wire_bytes`: what the last version cost on the wire."""
-        self._settings, self._wire_bytes = settings, wire_bytes
+        """`transfers`: what weft's controller knows of them."""
+        self._settings, self._transfers = settings, transfers
         num_jobs = max(settings.num_engines, -(-settings.batch // MAX_JOB))
         self._ledger = Ledger(
             batch_size=settings.batch,
@@ -130,7 +131,7 @@ class Coordinator:
     def _handle(self, sender: str, message: Any) -> None:
         match message:
             case Hello(iteration=iteration):
-                self._ledger.start_at(max(self._ledger.trained, iteration))
+                self._ledger.start_at(iteration)
             case Ask(engine=engine) | Busy(engine=engine) | Made(engine=engine):
                 self._heard[engine] = time.monotonic()
                 self._engine_says(sender, message)
@@ -210,13 +211,17 @@ class Coordinator:
         self._ledger.finished(iteration)
 
     def _sent(self, message: Sent) -> None:
+        num_bytes = message.num_bytes
+        if self._transfers is not None and self._settings.method is Method.WEFT:
+            statistics = self._transfers()
+            num_bytes, self.record.links = statistics.last_wire_bytes, statistics.links
         self.record.versions.append(
             Version(
                 number=message.version,
                 published_s=self.record.since(message.published_at),
                 released_s=self.record.since(message.released_at),
                 committed_s=self.record.since(message.committed_at),
-                num_bytes=message.num_bytes or self._wire_bytes(),
+                num_bytes=num_bytes,
                 reason=message.reason,
             )
         )

@@ -208,7 +208,7 @@ class EngineModel(nn.Module):
 
     def __init__(self, a: Architecture, *, dtype: Precision, rank: int = 0, num_ranks: int = 1) -> None:
         super().__init__()
-        _check_divides(a, num_ranks)
+        check_divides(a, num_ranks)
         self.a, self._kv_heads = a, max(a.kv_heads // num_ranks, 1)
         plain = Precision.BF16 if dtype is Precision.FP8 else dtype
         embedding, positions, norm = _GPT2_OUTER if a.is_gpt2 else _GATED_OUTER
@@ -335,7 +335,8 @@ def _gpt2_qkv(at: str, a: Architecture, queries: tuple[int, int]) -> list[Cut]:
     ]
 
 
-def _check_divides(a: Architecture, num_ranks: int) -> None:
+def check_divides(a: Architecture, num_ranks: int) -> None:
+    """Raise if a model cannot be cut among so many ranks."""
     if a.heads % num_ranks or a.width % num_ranks or (a.kv_heads % num_ranks and num_ranks % a.kv_heads):
         raise ConfigError(
             f"{a.heads} heads, {a.kv_heads} key-value heads and a width of {a.width} do not divide among "

@@ -27,11 +27,16 @@ from weft import Controller, TransferSettings
 from weft.config import DeltaPolicy
 from weft.core.version import CommitPolicy
 from weft.errors import ConfigError, PeerLost
+from weft.rl import checkpoint
+from weft.rl.architecture import load_architecture
 from weft.rl.coordinator import Coordinator
+from weft.rl.engine_model import check_divides
 from weft.rl.links import Links
 from weft.rl.methods import check_method
+from weft.rl.policy import check_modules
 from weft.rl.record import Record
 from weft.rl.settings import LoopSettings
+from weft.rl.tasks import load_task
 from weft.runtime.keys import load_allowed, load_keys
 
 TICK_S = 0.1
@@ -64,7 +69,7 @@ class Heart:
             self.coordinator = Coordinator(
                 settings,
                 f"tcp://{host}:{port + 1 if port else '*'}",
-                wire_bytes=lambda: self.controller.statistics().last_wire_bytes,
+                transfers=self.controller.statistics,
                 **security,
             )
         except BaseException:
@@ -108,9 +113,19 @@ class _Member:
         return "\n".join(lines)
 
 
+def check_runnable(settings: LoopSettings) -> None:
+    """Raise for what members would fail with, before any is started."""
+    check_method(settings)
+    architecture = load_architecture(settings.model, vocab_size=load_task(settings.task).vocab_size)
+    check_modules(settings, architecture)
+    check_divides(architecture, settings.ranks_per_engine)
+    if settings.resume:
+        checkpoint.newest(settings)
+
+
 def run_here(settings: LoopSettings, *, run_dir: Path, watch: Watch = lambda _: None) -> Record:
     """Run all members on this machine until they are done; raises what went wrong. Nothing is left running."""
-    check_method(settings)
+    check_runnable(settings)
     with Heart(settings) as heart, _store() as store:
         links = Links(
             controller=heart.controller.address,
@@ -124,6 +139,8 @@ def run_here(settings: LoopSettings, *, run_dir: Path, watch: Watch = lambda _: 
             _write(run_dir, settings, links)
             for rank in range(settings.world_size):
                 members.append(_start(settings, run_dir, rank))  # noqa: PERF401  # those that started must be stopped
+            pids = {member.name: member.process.pid for member in members}
+            (run_dir / "members.json").write_bytes(msgspec.json.encode(pids))
             _watch_over(members, heart.coordinator, watch)
         finally:
             _stop(members)
@@ -214,7 +231,7 @@ def run_as_member(
     """Be the rank torchrun says; the first also holds controller and coordinator, and returns the record."""
     from weft.rl.member import run_member  # noqa: PLC0415  # members import launch's neighbours, not launch
 
-    check_method(settings)
+    check_runnable(settings)
     rank, local_rank = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
     world = int(os.environ["WORLD_SIZE"])
     if world != settings.world_size:

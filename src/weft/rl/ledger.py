@@ -51,8 +51,11 @@ class Ledger:
     _next_batch: int = 0
 
     def start_at(self, iteration: int) -> None:
-        """A resumed run: what comes before is trained already."""
-        self.trained = self._next_batch = iteration
+        """A resumed run: what comes before is trained already. Said before engines serve anything."""
+        if iteration > self.trained:
+            self.trained = self._next_batch = iteration
+            self._waiting.clear()
+            self._batches.clear()
 
     def next_job(self, *, engine: int, version: int) -> Job | None:
         """What an engine that serves a version may generate now."""

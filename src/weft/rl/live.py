@@ -59,8 +59,9 @@ def view(settings: LoopSettings, record: Record) -> RenderableType:
     """The whole picture."""
     done, total = len(record.iterations), settings.iterations
     title = (
-        f"weft · {settings.task} · {settings.model} · {settings.num_trainers} × {settings.trainer.value} → "
-        f"{settings.num_engines} × TP{settings.ranks_per_engine} {settings.stored_dtype.value} · {settings.method.value}"
+        f"{settings.method.value} · {settings.task} · {settings.model} · {settings.num_trainers} × "
+        f"{settings.trainer.value} → {settings.num_engines} × TP{settings.ranks_per_engine} "
+        f"{settings.stored_dtype.value}"
     )
     rewards = [iteration.reward for iteration in record.iterations]
     head = Text(f"iteration {done}/{total}", style="bold")

@@ -9,6 +9,7 @@ arithmetic; on GPUs everything runs in the stored precision.
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -159,7 +160,7 @@ class Actor(nn.Module):
         else:
             found = self.policy(input_ids=tokens, output_hidden_states=True, use_cache=False)
             logits, hidden = found.logits, found.hidden_states[-1]
-        return logits.float(), self.value(hidden).squeeze(-1).float()
+        return logits.float(), self.value(hidden).float().sum(-1)  # not a view: FSDP2 warns of those
 
 
 def build_actor(settings: LoopSettings, architecture: Architecture) -> Actor:
@@ -178,9 +179,17 @@ def layers_of(policy: nn.Module) -> Iterator[nn.Module]:
     yield from (stacks[0] if stacks else ())
 
 
-def _builtin(architecture: Architecture) -> nn.Module:
-    if architecture.is_gpt2:
+def check_modules(settings: LoopSettings, architecture: Architecture) -> None:
+    """Raise if the modules a run asks for are not there, or cannot be this model."""
+    if settings.modules is Modules.BUILTIN and architecture.is_gpt2:
         raise ConfigError("gpt2 is trained by Hugging Face's modules", hint="add --modules transformers")
+    if settings.modules is Modules.TRANSFORMERS and importlib.util.find_spec("transformers") is None:
+        raise ConfigError("transformers is not installed", hint="pip install 'weft[hf]'")
+    if settings.weights and not _files(Path(settings.weights)):
+        raise ConfigError(f"no safetensors at `{settings.weights}`")
+
+
+def _builtin(architecture: Architecture) -> nn.Module:
     policy = Decoder(architecture)
     for module in policy.modules():
         if isinstance(module, (nn.Linear, nn.Embedding)):
@@ -191,15 +200,18 @@ def _builtin(architecture: Architecture) -> nn.Module:
 
 
 def _transformers(architecture: Architecture) -> nn.Module:
-    try:
-        import transformers  # noqa: PLC0415  # optional, and slow to import
-    except ImportError as error:
-        raise ConfigError("transformers is not installed", hint="pip install 'weft[hf]'") from error
+    import transformers  # noqa: PLC0415  # optional, and slow to import
+
     fields = {key: value for key, value in architecture.config.items() if key != "torch_dtype"}
     config = transformers.AutoConfig.for_model(**fields)
     build: Any = transformers.AutoModelForCausalLM.from_config
     model: nn.Module = build(config)
     return model
+
+
+def _files(path: Path) -> list[Path]:
+    """The safetensors of a folder, or the one file."""
+    return [file for file in (sorted(path.glob("*.safetensors")) if path.is_dir() else [path]) if file.is_file()]
 
 
 def _load(policy: nn.Module, path: Path) -> None:
@@ -208,11 +220,8 @@ def _load(policy: nn.Module, path: Path) -> None:
         from safetensors.torch import load_file  # noqa: PLC0415  # optional
     except ImportError as error:
         raise ConfigError("safetensors is not installed", hint="pip install 'weft[hf]'") from error
-    files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
-    if not files or not all(file.is_file() for file in files):
-        raise ConfigError(f"no safetensors at `{path}`")
     found: dict[str, Any] = {}
-    for file in files:
+    for file in _files(path):
         try:
             found |= load_file(str(file))
         except Exception as error:  # safetensors raises its own, undeclared

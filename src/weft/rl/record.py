@@ -72,6 +72,8 @@ class Record:
     """Engine → samples it made."""
     lost: dict[str, str] = field(default_factory=dict)
     """Engines that are gone, and how."""
+    links: dict[str, int] = field(default_factory=dict)
+    """`transport (reason)` and how many links use it; weft only."""
 
     def since(self, at: float) -> float:
         """Seconds since the run began."""
@@ -110,6 +112,7 @@ class Record:
             "num_aborted": len(self.versions) - len(self.committed),
             "exact": None if all(c.exact is None for c in self.commits) else all(c.exact for c in self.commits),
             "lost": dict(self.lost),
+            "links": dict(self.links),
         }
 
     @property

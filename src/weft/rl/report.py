@@ -6,10 +6,8 @@ path = write_report(record, settings, Path("runs/a/report.html"))
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from html import escape
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
@@ -19,7 +17,7 @@ from weft.rl.charts import Bar, Curve, line_chart, timeline
 from weft.rl.record import Record
 from weft.rl.settings import LoopSettings
 
-SHOWN_VERSIONS = 6
+SHOWN_VERSIONS = 4
 """In the timeline."""
 _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 1380px; margin: 2em auto; padding: 0 1em; color: #212529; }
@@ -27,7 +25,7 @@ h1 { font-size: 1.5em; } h2 { font-size: 1.1em; margin: 0 0 .3em; }
 .cards { display: flex; flex-wrap: wrap; gap: .8em; margin: 1em 0; }
 .card { background: #f1f3f5; border-radius: 6px; padding: .6em 1em; } .card b { display: block; font-size: 1.25em; }
 .charts { display: flex; flex-wrap: wrap; gap: 1.5em; } figure { margin: 0; } figcaption { color: #868e96; }
-table { border-collapse: collapse; font-size: .85em; } td, th { padding: .15em .8em .15em 0; text-align: left; }
+.settings { columns: 4 14em; font-size: .85em; } .settings i { color: #868e96; font-style: normal; }
 """
 
 
@@ -43,7 +41,8 @@ def write_report(record: Record, settings: LoopSettings, path: Path) -> Path:
 
 def page(record: Record, settings: LoopSettings) -> str:
     """The page as text."""
-    title = f"weft: {settings.task}, {settings.num_trainers} trainers → {settings.num_engines} engines"
+    trainers, engines = count(settings.num_trainers, "trainer"), count(settings.num_engines, "engine")
+    title = f"weft: {settings.task}, {trainers} → {engines}"
     return "\n".join(
         [
             f"<!doctype html><html lang=en><meta charset=utf-8><title>{escape(title)}</title><style>{_STYLE}</style>",
@@ -52,20 +51,26 @@ def page(record: Record, settings: LoopSettings) -> str:
             _cards(record),
             f"<div class=charts>{''.join(_figures(record, settings))}</div>",
             "<h2>Settings</h2>",
-            _table(("setting", "value"), list(msgspec.to_builtins(settings).items())),
+            f"<div class=settings>{_settings(settings)}</div>",
             f"<p><small>weft {escape(__version__)}, {time.strftime('%Y-%m-%d %H:%M')}</small></p></html>",
         ]
     )
 
 
 def _sentence(settings: LoopSettings) -> str:
-    how = "in turn (sync)" if settings.sync else f"at the same time, at most {settings.max_staleness} versions apart"
+    apart = count(settings.max_staleness, "version")
+    how = "in turn (sync)" if settings.sync else f"at the same time, at most {apart} apart"
     frozen = " Engines were frozen at version 0." if settings.freeze_engines else ""
     return (
-        f"{settings.num_trainers} trainer ranks ({settings.trainer.value}, {settings.dtype.value}) and "
-        f"{settings.num_engines} engines of {settings.ranks_per_engine} ranks ({settings.stored_dtype.value}), "
-        f"training and generating {how}; weights by {settings.method.value}.{frozen}"
+        f"{count(settings.num_trainers, 'trainer rank')} ({settings.trainer.value}, {settings.dtype.value}) and "
+        f"{count(settings.num_engines, 'engine')} of {count(settings.ranks_per_engine, 'rank')} "
+        f"({settings.stored_dtype.value}), training and generating {how}; weights by {settings.method.value}.{frozen}"
     )
+
+
+def count(number: int, what: str) -> str:
+    """A number of things."""
+    return f"{number} {what}{'' if number == 1 else 's'}"
 
 
 def _cards(record: Record) -> str:
@@ -80,7 +85,8 @@ def _cards(record: Record) -> str:
         "samples a second": f"{found['samples_per_s']:.0f}",
         "bytes a version": f"{found['bytes_per_version'] / 1e6:.2f} MB",
     }
-    return f"<div class=cards>{''.join(f'<div class=card><b>{escape(v)}</b>{escape(k)}</div>' for k, v in facts.items())}</div>"
+    cards = [f"<div class=card><b>{escape(value)}</b>{escape(name)}</div>" for name, value in facts.items()]
+    return f"<div class=cards>{''.join(cards)}</div>"
 
 
 def _figures(record: Record, settings: LoopSettings) -> list[str]:
@@ -96,7 +102,7 @@ def _figures(record: Record, settings: LoopSettings) -> list[str]:
     ]
     return [
         _figure("Reward", line_chart([rewards], x_name="iterations", y_name="mean of samples", least_top=1.0)),
-        _figure("Staleness of samples", line_chart(stale, x_name="iterations", y_name="versions", least_top=1.0)),
+        _figure("Staleness of samples", line_chart(stale, x_name="iterations", y_name="versions", least_top=1.5)),
         _figure("Transfer and pause", line_chart(times, x_name="version", y_name="ms")),
         _figure(
             f"The last {SHOWN_VERSIONS} versions: published to released (read), to committed everywhere; commits",
@@ -142,7 +148,6 @@ def _figure(caption: str, drawing: str) -> str:
     return f"<figure><h2>{escape(caption)}</h2>{drawing}</figure>"
 
 
-def _table(names: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
-    head = "".join(f"<th>{escape(name)}</th>" for name in names)
-    body = "".join(f"<tr>{''.join(f'<td>{escape(str(cell))}</td>' for cell in row)}</tr>" for row in rows)
-    return f"<table><tr>{head}</tr>{body}</table>"
+def _settings(settings: LoopSettings) -> str:
+    values = msgspec.to_builtins(settings)
+    return "".join(f"<div><i>{escape(name)}</i> {escape(str(value))}</div>" for name, value in values.items())

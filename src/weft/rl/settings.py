@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta
@@ -145,8 +145,17 @@ class LoopSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         """How old a sample may be, in versions."""
         return 0 if self.sync else self.max_staleness
 
-    def check(self) -> LoopSettings:
-        """Raise ConfigError for what cannot be run; returns itself."""
+    @classmethod
+    def of(cls, **values: Any) -> LoopSettings:
+        """Settings from plain values; raises ConfigError for what cannot be run."""
+        try:
+            found = msgspec.convert(values, cls)
+        except msgspec.ValidationError as error:
+            raise ConfigError(f"wrong setting: {error}", hint="see weft rl --help") from None
+        found._check()
+        return found
+
+    def _check(self) -> None:
         if self.dtype is Precision.FP8:
             raise ConfigError("trainers cannot train in fp8", hint="--dtype bf16 --engine-dtype fp8")
         if self.rollouts_per_rank % self.minibatches:
@@ -162,4 +171,3 @@ class LoopSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             raise ConfigError("checkpoints need a folder", hint="add --checkpoint-dir")
         if self.device != "cpu" and not self.device.startswith("cuda"):
             raise ConfigError(f"unknown device `{self.device}`", hint="cpu or cuda")
-        return self

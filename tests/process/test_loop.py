@@ -1,0 +1,186 @@
+"""The loop, with real processes: every way to share a model, what engines hold compared bit for bit, and faults."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from weft.errors import ConfigError, PeerLost, TransportUnavailable
+from weft.rl.launch import run_here
+from weft.rl.settings import LoopSettings
+
+SMALL = {"iterations": 3, "rollouts_per_rank": 8, "check_bits": True, "max_staleness": 1, "timeout_s": 60.0}
+GPT2 = {"model_type": "gpt2", "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "vocab_size": 64}
+QWEN2 = {
+    "model_type": "qwen2",
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 64,
+    "vocab_size": 64,
+    "tie_word_embeddings": True,
+}
+
+
+def run(tmp_path: Path, **options):
+    return run_here(LoopSettings.of(**(SMALL | options)), run_dir=tmp_path)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"num_trainers": 2, "trainer": "ddp", "num_engines": 2},
+        {"num_trainers": 2, "trainer": "fsdp2", "ranks_per_engine": 2, "kl_coef": 0.01},
+        {"num_trainers": 4, "trainer": "fsdp2", "num_engines": 2, "engine_dtype": "fp8"},
+        {"num_trainers": 4, "trainer": "ddp", "num_engines": 1, "delta": True, "mode": "patch"},
+        {"num_trainers": 2, "trainer": "fsdp2", "ranks_per_engine": 2, "delta": True, "engine_dtype": "fp8"},
+        {"num_trainers": 1, "trainer": "ddp", "dtype": "fp32", "engine_dtype": "bf16", "mode": "in_place"},
+        {"num_trainers": 2, "trainer": "fsdp2", "num_engines": 2, "method": "broadcast"},
+        {"num_trainers": 2, "trainer": "fsdp2", "ranks_per_engine": 2, "method": "gather", "engine_dtype": "fp8"},
+    ],
+    ids=lambda options: " ".join(str(value) for value in options.values()),
+)
+def test_engines_hold_every_version_bit_for_bit(tmp_path, options):
+    found = run(tmp_path, **options).summary()
+    assert (found["iterations"], found["num_versions"], found["num_aborted"]) == (3, 4, 0)
+    assert found["exact"] is True
+    assert found["all_verified"]
+    assert found["max_staleness"] <= 1
+    assert found["lost"] == {}
+
+
+@pytest.mark.parametrize(
+    ("config", "options"),
+    [
+        (GPT2, {"ranks_per_engine": 2, "engine_dtype": "fp8", "trainer": "fsdp2", "num_trainers": 2}),
+        (QWEN2, {"dtype": "fp32"}),
+    ],
+    ids=["gpt2", "qwen2"],
+)
+def test_hugging_face_modules_train_and_are_served(tmp_path, config, options):
+    pytest.importorskip("transformers")
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    record = run(tmp_path / "run", model=str(tmp_path), modules="transformers", **options)
+    assert record.summary()["exact"] is True
+    assert record.iterations[0].metrics["importance_off"] < (0.1 if "engine_dtype" in options else 1e-3)
+
+
+def test_in_turn_weft_and_a_broadcast_train_the_same_policy(tmp_path):
+    options = {"sync": True, "num_engines": 2, "iterations": 6, "rollouts_per_rank": 16}
+    runs = [run(tmp_path / method, method=method, **options) for method in ("weft", "broadcast")]
+    rewards = [[iteration.reward for iteration in record.iterations] for record in runs]
+    assert rewards[0] == rewards[1]
+    assert {iteration.max_staleness for record in runs for iteration in record.iterations} == {0}
+
+
+def test_updates_land_while_answers_are_being_made(tmp_path):
+    """Generation is slow here: some answers are begun by one version and finished by a later one."""
+    record = run(tmp_path, iterations=12, rollouts_per_rank=16, max_new_tokens=48, ppo_epochs=1, max_staleness=3)
+    assert max(iteration.mixed for iteration in record.iterations) > 0
+    assert max(iteration.max_staleness for iteration in record.iterations) <= 3
+
+
+def test_a_resumed_run_goes_on_where_the_other_stopped(tmp_path):
+    kept = {"checkpoint_dir": str(tmp_path / "kept"), "checkpoint_every": 2, "num_trainers": 2, "trainer": "fsdp2"}
+    kept |= {"sync": True}
+    whole = run(tmp_path / "whole", iterations=4, sync=True, num_trainers=2, trainer="fsdp2")
+    run(tmp_path / "first", iterations=2, **kept)
+    second = run(tmp_path / "second", iterations=4, resume=True, **kept)
+    assert [iteration.number for iteration in second.iterations] == [2, 3]
+    assert second.iterations[0].reward == whole.iterations[2].reward
+    with pytest.raises(ConfigError, match="num_trainers is 2, not 1"):
+        run(tmp_path / "third", resume=True, **(kept | {"num_trainers": 1}))
+
+
+class Killer:
+    """Kills a member once training is under way; called with the record, often."""
+
+    def __init__(self, run_dir: Path, member: str) -> None:
+        self._run_dir, self._member, self.killed_at = run_dir, member, None
+
+    def __call__(self, record) -> None:
+        if self.killed_at is None and len(record.iterations) >= 3:
+            os.kill(json.loads((self._run_dir / "members.json").read_text())[self._member], signal.SIGKILL)
+            self.killed_at = time.monotonic()
+
+
+def test_training_goes_on_when_an_engine_is_killed(tmp_path):
+    settings = LoopSettings.of(iterations=25, rollouts_per_rank=16, num_engines=2, timeout_s=60.0)
+    killer = Killer(tmp_path, "engine 1")
+    record = run_here(settings, run_dir=tmp_path, watch=killer)
+    assert killer.killed_at is not None
+    assert record.lost == {"engine 1": "was killed by SIGKILL"}
+    assert len(record.iterations) == 25
+    assert record.versions[-1].reason == ""
+    assert record.commits[-1].version == 25
+
+
+@pytest.mark.parametrize("member", ["trainer 0", "trainer 1"])
+def test_a_killed_trainer_is_a_clear_error_in_seconds(tmp_path, member):
+    settings = LoopSettings.of(iterations=100_000, rollouts_per_rank=8, num_trainers=2, timeout_s=60.0)
+    killer = Killer(tmp_path, member)
+    with pytest.raises(PeerLost, match=f"{member} was killed by SIGKILL|trainer . failed"):
+        run_here(settings, run_dir=tmp_path, watch=killer)
+    assert killer.killed_at is not None
+    assert time.monotonic() - killer.killed_at < 30.0
+
+
+def test_no_engine_left_is_an_error_that_says_so(tmp_path):
+    settings = LoopSettings.of(iterations=100_000, rollouts_per_rank=8, timeout_s=60.0)
+    with pytest.raises(PeerLost, match="no engine is left: engine 0 was killed by SIGKILL"):
+        run_here(settings, run_dir=tmp_path, watch=Killer(tmp_path, "engine 0"))
+
+
+def test_an_interrupt_leaves_nobody_and_nothing_behind(tmp_path):
+    shared = set(os.listdir("/dev/shm"))
+    command = [sys.executable, "-m", "weft", "rl", "--iterations", "100000", "--rollouts", "8", "--out", str(tmp_path)]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env={**os.environ, "NO_COLOR": "1"}) as process:
+        assert process.stderr is not None
+        assert any("iteration" in line for line in process.stderr)
+        pids = json.loads((tmp_path / "members.json").read_text()).values()
+        assert all(Path(f"/proc/{pid}").exists() for pid in pids)
+        began = time.monotonic()
+        process.send_signal(signal.SIGINT)
+        process.wait(30.0)
+    assert process.returncode == 130
+    assert time.monotonic() - began < 20.0
+    assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
+    assert set(os.listdir("/dev/shm")) <= shared
+
+
+def test_bad_options_are_errors_before_anything_starts(tmp_path):
+    for options, message in (
+        ({"rollouts_per_rank": 7, "minibatches": 2}, "do not divide"),
+        ({"dtype": "fp8"}, "cannot train in fp8"),
+        ({"mode": "patch"}, "only what changed"),
+        ({"method": "broadcast", "delta": True}, "are weft's"),
+        ({"resume": True}, "need a folder"),
+        ({"device": "tpu"}, "unknown device"),
+        ({"iterations": 0}, "wrong setting"),
+        ({"method": "pigeon"}, "wrong setting"),
+        ({"unheard": 1}, "wrong setting"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            LoopSettings.of(**options)
+    for options, message in (
+        ({"task": "poetry"}, "unknown task"),
+        ({"task": "json:nothing"}, "cannot load the task"),
+        ({"model": str(tmp_path)}, "no model"),
+        ({"model": "gpt2"}, "Hugging Face"),
+        ({"ranks_per_engine": 3}, "do not divide"),
+        ({"weights": str(tmp_path)}, "no safetensors"),
+        ({"resume": True, "checkpoint_dir": str(tmp_path)}, "no complete checkpoint"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            run(tmp_path, **options)
+    with pytest.raises(TransportUnavailable, match="uccl"):
+        run(tmp_path, method="uccl", check_bits=False)
+    assert not (tmp_path / "logs").exists()
