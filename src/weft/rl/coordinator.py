@@ -130,8 +130,9 @@ class Coordinator:
 
     def _handle(self, sender: str, message: Any) -> None:
         match message:
-            case Hello(iteration=iteration):
+            case Hello(iteration=iteration, copy_s=copy_s):
                 self._ledger.start_at(iteration)
+                self.record.copy_ms = max(self.record.copy_ms, copy_s * 1e3)
             case Ask(engine=engine) | Busy(engine=engine) | Made(engine=engine):
                 self._heard[engine] = time.monotonic()
                 self._engine_says(sender, message)
@@ -221,6 +222,7 @@ class Coordinator:
                 published_s=self.record.since(message.published_at),
                 released_s=self.record.since(message.released_at),
                 committed_s=self.record.since(message.committed_at),
+                write_ms=message.write_s * 1e3,
                 num_bytes=num_bytes,
                 reason=message.reason,
             )

@@ -53,7 +53,7 @@ class Engine:
         )
         self._model = build().to(self._device)
         self._talk = Conversation(links, f"engine {rank}", settings.timeout_s)
-        self._talk.say(Hello(member=f"engine {rank}"))
+        self._talk.say(Hello(member=f"engine {rank}", copy_s=_copy_s(self._model)))
         name = f"engine {self._engine}"
         self._group = Group(
             links.store(name, settings),
@@ -159,6 +159,21 @@ class Engine:
         if self._expected is not None and self._fresh is not None:
             exact = self._expected.equals(version, self._model, self._fresh)
         self._talk.say(Served(engine_rank=self.rank, version=version, at=at, pause_s=pause_s, exact=exact))
+
+
+def _copy_s(model: EngineModel) -> float:
+    """How long the device takes to copy the weights once, at its best."""
+    num_bytes = sum(parameter.nbytes for parameter in model.parameters())
+    device = model.embed.weight.device
+    source, target = (torch.ones(num_bytes, dtype=torch.uint8, device=device) for _ in range(2))
+    times = []
+    for _ in range(5):
+        began = time.perf_counter()
+        target.copy_(source)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        times.append(time.perf_counter() - began)
+    return min(times)
 
 
 def _words(answer: Any) -> list[int]:

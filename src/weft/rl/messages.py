@@ -44,10 +44,13 @@ class Samples(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Hello(msgspec.Struct, tag=True, frozen=True, kw_only=True):
-    """A member is there. `iteration`: where a trainer resumes."""
+    """A member is there."""
 
     member: str
     iteration: int = 0
+    """Where a trainer resumes."""
+    copy_s: float = 0.0
+    """How long an engine rank's device takes to copy its weights once: the limit of any transfer."""
 
 
 class Ask(msgspec.Struct, tag=True, frozen=True, kw_only=True):
@@ -99,6 +102,8 @@ class Sent(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     published_at: float
     released_at: float
     committed_at: float
+    write_s: float = 0.0
+    """How long the first trainer's writes took."""
     num_bytes: int = 0
     """On the wire, where the controller does not know it."""
     reason: str = ""

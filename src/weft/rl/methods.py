@@ -73,7 +73,12 @@ class WeftSending:
             reason = str(error)
         ended = time.time()
         return Sent(
-            version=publication.version, published_at=began, released_at=released, committed_at=ended, reason=reason
+            version=publication.version,
+            published_at=began,
+            released_at=released,
+            committed_at=ended,
+            write_s=publication.write_s or 0.0,
+            reason=reason,
         )
 
     def wait_released(self) -> None:

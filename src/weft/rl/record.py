@@ -35,6 +35,8 @@ class Version:
     published_s: float
     released_s: float
     committed_s: float
+    write_ms: float
+    """How long the writes themselves took, on the first trainer."""
     num_bytes: int
     reason: str
     """Why it was given up; empty if it was not."""
@@ -72,6 +74,8 @@ class Record:
     """Engine → samples it made."""
     lost: dict[str, str] = field(default_factory=dict)
     """Engines that are gone, and how."""
+    copy_ms: float = 0.0
+    """How long copying an engine rank's weights once takes on its device: the limit of any transfer."""
     links: dict[str, int] = field(default_factory=dict)
     """`transport (reason)` and how many links use it; weft only."""
 
@@ -92,6 +96,7 @@ class Record:
         steady = self.iterations[1:]  # before the first ends, processes start
         spent_s = steady[-1].at_s - self.iterations[0].at_s if steady else 0.0
         transfers = [v.transfer_ms for v in self.committed[1:] or self.committed]  # the first waits for everybody
+        writes = quantiles([v.write_ms for v in self.committed[1:]])
         pauses = [c.pause_ms for c in self.commits if c.version] or [c.pause_ms for c in self.commits]
         return {
             "reward_first": _mean(rewards[:few]),
@@ -109,6 +114,9 @@ class Record:
             "mixed": _mean([i.mixed for i in self.iterations]),
             "samples_per_s": sum(i.num_samples for i in steady) / spent_s if spent_s else 0.0,
             "bytes_per_version": int(np.median([v.num_bytes for v in self.committed])) if self.committed else 0,
+            "copy_ms": self.copy_ms,
+            "write_ms": writes,
+            "fraction_of_copy": self.copy_ms / writes["p50"] if writes["p50"] else 0.0,
             "num_aborted": len(self.versions) - len(self.committed),
             "exact": None if all(c.exact is None for c in self.commits) else all(c.exact for c in self.commits),
             "lost": dict(self.lost),
