@@ -40,6 +40,8 @@ MAX_MEMBER_BYTES, MAX_SENDER_BYTES = 64, 80
 HEARTBEAT_MS, SILENCE_MS = 1_000, 5_000
 SPIN_S = 0.001 if len(os.sched_getaffinity(0)) >= 8 else 0.0
 """How long after a message to look for the next without sleeping: they come in bursts, and waking up takes longer."""
+BURST_SPIN_S = 100 * SPIN_S
+"""The same for somebody who knows that a message will come soon."""
 _ADDRESS = re.compile(r"tcp://(\[[0-9a-fA-F:]+\]|[^:/\s]+):(\d{1,5}|\*)")
 
 
@@ -94,6 +96,8 @@ class Server:
             self.close()
             raise ConfigError(f"cannot listen on `{address}`: {error.strerror}", hint="is the port in use?") from error
         self._sources = [(self._socket, zmq.POLLIN)]
+        self.spin_s = SPIN_S
+        """How long after a message to look for the next without sleeping."""
         self._spin_until = 0.0
         bound: Any = self._socket.getsockopt(zmq.LAST_ENDPOINT)
         self.address: str = bound.decode().rstrip("\0")
@@ -112,7 +116,7 @@ class Server:
             received = self._decoded(self._socket.recv_multipart(copy=True))
             if received is not None:
                 self._statistics.num_received += 1
-                self._spin_until = time.monotonic() + SPIN_S
+                self._spin_until = time.monotonic() + self.spin_s
                 return received
             self._statistics.num_malformed += 1
             if time.monotonic() > deadline:
@@ -201,6 +205,8 @@ class Client:
             zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
         )
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self.spin_s = SPIN_S
+        """How long after a message to look for the next without sleeping; may be set from any thread."""
         self._spin_until = 0.0
         self._sources: list[Any] = [(source, zmq.POLLIN) for source in (self._socket, self._monitor, self._wake)]
         self._socket.connect(address)
@@ -211,7 +217,7 @@ class Client:
 
     def send(self, message: Any) -> None:
         """Queue a message; it leaves as soon as the server can be reached."""
-        self._spin_until = time.monotonic() + SPIN_S
+        self._spin_until = time.monotonic() + self.spin_s
         try:
             self._socket.send(self._encoder.encode(message), flags=zmq.DONTWAIT)
         except zmq.Again:
@@ -225,7 +231,7 @@ class Client:
         deadline = time.monotonic() + timeout_s
         while ready := _ready(self._sources, deadline, self._spin_until):
             if self._socket in ready:
-                self._spin_until = time.monotonic() + SPIN_S
+                self._spin_until = time.monotonic() + self.spin_s
                 return self._decode(self._socket.recv_multipart())
             if self._wake in ready:
                 os.eventfd_read(self._wake)

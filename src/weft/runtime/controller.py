@@ -33,7 +33,7 @@ from weft.core.topology import Cluster, load_topology
 from weft.core.version import CommitPolicy, Decision, VersionLedger
 from weft.errors import ConfigError, PlanError, VersionError, WeftError
 from weft.runtime.amax import AmaxExchange
-from weft.runtime.channel import Server
+from weft.runtime.channel import BURST_SPIN_S, SPIN_S, Server
 from weft.runtime.matching import plan_members
 from weft.runtime.messages import (
     PROTOCOL,
@@ -508,6 +508,7 @@ class Controller:
         transfer = self._transfer
         if transfer is not None and transfer.is_decided and not transfer.writers and not self._uncommitted:
             self._transfer = None
+            self._server.spin_s = SPIN_S
 
     def _live_engines(self) -> list[int]:
         """Engines of which every rank is there and open."""
@@ -581,6 +582,7 @@ class Controller:
             engines=ranks,
             unpaused=set(ranks) if self._settings.mode is ReceiverMode.IN_PLACE else set(),
         )
+        self._server.spin_s = BURST_SPIN_S
         for rank in sorted(ranks):
             self._send(f"engine {rank}", Expect(version=version))
 

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 from weft.config import TransferSettings
 from weft.errors import PeerLost, ProtocolError, WeftError
-from weft.runtime.channel import Client
+from weft.runtime.channel import BURST_SPIN_S, SPIN_S, Client
 from weft.runtime.messages import Alive, Beat, Join, Leave, Refused, ToMember, Unknown, Welcome
 
 CLOSE_S = 10.0
@@ -74,6 +74,10 @@ class ControlThread:
         self._outgoing.put(message)
         if not self._stop.is_set():
             self._client.wake()
+
+    def listen_closely(self, *, for_now: bool) -> None:
+        """Whether a message is expected any moment, and nobody else needs the processor."""
+        self._client.spin_s = BURST_SPIN_S if for_now else SPIN_S
 
     def leave(self, reason: str = "") -> None:
         """Say goodbye and stop soon, from any thread."""

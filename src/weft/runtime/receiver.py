@@ -293,6 +293,7 @@ class Receiver:
     def _pause(self, version: int) -> None:
         """With the lock held: the engine stands still, writers may come."""
         self._paused, self._decision, self._pause_began = True, None, time.monotonic()
+        self._control.listen_closely(for_now=True)
         self._control.post(Paused(version=version))
 
     def _see_end(self, version: int, timeout_s: float) -> bool:
@@ -316,6 +317,7 @@ class Receiver:
 
     def _clear_pending(self) -> None:
         self._pending, self._fence, self._boundary, self._paused = None, None, None, False
+        self._control.listen_closely(for_now=False)
 
     def _raise_error(self) -> None:
         if self._error is not None:
