@@ -21,7 +21,7 @@ from weft.errors import ConfigError
 if TYPE_CHECKING:
     from weft.rl.settings import LoopSettings
 
-DEMO: dict[str, Any] = {"task": "sort", "model": "tiny", "num_engines": 2, "iterations": 150, "max_staleness": 1}
+DEMO: dict[str, Any] = {"task": "sort", "model": "tiny", "num_engines": 2, "iterations": 200, "max_staleness": 1}
 
 
 def demo_command(

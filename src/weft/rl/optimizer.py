@@ -21,7 +21,7 @@ class MasterAdamW:
 
     def __init__(self, parameters: Iterable[Tensor], *, lr: float, weight_decay: float) -> None:
         self.parameters = list(parameters)
-        self._lr, self._weight_decay, self._steps = lr, weight_decay, 0
+        self.lr, self._weight_decay, self._steps = lr, weight_decay, 0
         self._local = [_local(parameter.detach()) for parameter in self.parameters]
         self._masters = [p if p.dtype == torch.float32 else p.float() for p in self._local]
         self._first = [torch.zeros_like(master) for master in self._masters]
@@ -35,11 +35,11 @@ class MasterAdamW:
         torch._foreach_lerp_(self._first, grads, 1 - BETAS[0])
         torch._foreach_mul_(self._second, BETAS[1])
         torch._foreach_addcmul_(self._second, grads, grads, 1 - BETAS[1])
-        torch._foreach_mul_(self._masters, 1 - self._lr * self._weight_decay)
+        torch._foreach_mul_(self._masters, 1 - self.lr * self._weight_decay)
         scale = torch._foreach_div(self._second, 1 - BETAS[1] ** self._steps)
         torch._foreach_sqrt_(scale)
         torch._foreach_add_(scale, EPS)
-        torch._foreach_addcdiv_(self._masters, self._first, scale, -self._lr / (1 - BETAS[0] ** self._steps))
+        torch._foreach_addcdiv_(self._masters, self._first, scale, -self.lr / (1 - BETAS[0] ** self._steps))
         for local, master in zip(self._local, self._masters, strict=True):
             if local is not master:
                 local.copy_(master)

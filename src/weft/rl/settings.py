@@ -101,6 +101,8 @@ class LoopSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     ppo_epochs: Count = 2
     minibatches: Count = 2
     lr: Annotated[float, Meta(gt=0.0, le=1.0)] = 1e-3
+    last_lr: Annotated[float, Meta(ge=0.0, le=1.0)] = 0.1
+    """Of the last iteration, as a fraction of the first; in between it falls evenly."""
     clip: Annotated[float, Meta(gt=0.0, le=10.0)] = 0.2
     gamma: Annotated[float, Meta(ge=0.0, le=1.0)] = 0.0
     """The tasks here reward every token by itself; 1.0 for tasks that reward the end."""

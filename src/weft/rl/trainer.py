@@ -161,6 +161,7 @@ class Trainer:
         settings, num_samples = self.settings, len(batch.tokens)
         found: dict[str, Tensor] = {}
         is_released = False
+        self._optimizer.lr = settings.lr * (1 - (1 - settings.last_lr) * self._iteration / settings.iterations)
         for _ in range(settings.ppo_epochs):
             order = torch.randperm(num_samples, generator=self._rng).to(self._device)
             for rows in order.chunk(settings.minibatches):
