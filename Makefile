@@ -8,10 +8,8 @@ ENGINES := .venv-engines
 
 .PHONY: demo test test-engines check bench docs clean
 
-demo: $(VENV)/.installed            ## plan and predict the Qwen3-235B transfer, on any laptop
-	@$(BIN)/weft plan chen-qwen3-235b
-	@$(BIN)/weft simulate chen-qwen3-235b
-	@$(BIN)/weft validate
+demo: $(VENV)/.installed            ## a policy learns while weft keeps its engines fresh: a minute on two cores
+	@$(BIN)/weft demo
 
 test: $(VENV)/.dev                  ## the whole test-suite
 	$(BIN)/pytest
@@ -33,6 +31,7 @@ bench: $(VENV)/.dev                 ## planning and transfers on this machine, w
 	$(BIN)/python benchmarks/fp8.py
 	$(BIN)/python benchmarks/pipeline.py
 	$(BIN)/python benchmarks/sparsity.py
+	$(BIN)/python benchmarks/rl.py
 
 docs: $(VENV)/.dev                  ## refresh the generated tables in README.md and docs/
 	$(BIN)/python docs/generate.py
@@ -43,7 +42,7 @@ clean:
 $(VENV)/.installed: pyproject.toml constraints.txt
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "installing weft into $(VENV) …" >&2
-	@$(PIP) install -c constraints.txt -e .
+	@$(PIP) install -c constraints.txt -e '.[torch]'
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.installed

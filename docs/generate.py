@@ -21,8 +21,10 @@ CODEC = json.loads((ROOT / "benchmarks/results/codec.json").read_text())
 CODEC_GPU = json.loads((ROOT / "benchmarks/results/codec_h200.json").read_text())
 FP8 = json.loads((ROOT / "benchmarks/results/fp8.json").read_text())
 PIPELINE = json.loads((ROOT / "benchmarks/results/pipeline.json").read_text())
+RL = json.loads((ROOT / "benchmarks/results/rl.json").read_text())
+RL_GPU = json.loads((ROOT / "benchmarks/results/rl_h200.json").read_text())
 SPARSITY = json.loads((ROOT / "benchmarks/results/sparsity.json").read_text())
-FILES = ("README.md", "docs/validation.md", "docs/transfer.md", "docs/codec.md")
+FILES = ("README.md", "docs/rl.md", "docs/planning.md", "docs/validation.md", "docs/transfer.md", "docs/codec.md")
 
 
 def machine() -> str:
@@ -309,7 +311,91 @@ def sparsity() -> str:
     return f"{table(header, cells)}\n\nMeasured: a transformer of {model}. Published: {published}."
 
 
+def rl_summary() -> str:
+    """What the demo shows, in a sentence."""
+    demos, frozen = RL["demo"], RL["frozen"]
+    reached = ", ".join(f"{run['reward_first']:.2f} → {run['reward_last']:.2f}" for run in demos)
+    spent = [run["seconds"] for run in demos]
+    return (
+        f"Measured on {RL['machine']['cores']} cores of {RL['machine']['cpu']}: {len(demos)} seeds, "
+        f"{min(spent):.0f}–{max(spent):.0f} s each, reward {reached}; {demos[0]['num_versions']} versions each, all "
+        f"verified, {demos[0]['transfer_ms']['p50']:.0f} ms from `publish` until both engines serve one, engines paused for "
+        f"{demos[0]['pause_ms']['p50']:.2f} ms. With engines frozen at version 0: {frozen['reward_first']:.2f} → "
+        f"{frozen['reward_last']:.2f}."
+    )
+
+
+def rl_demo() -> str:
+    """The demo with three seeds, and without fresh weights."""
+    rows = [(f"`weft demo --seed {seed}`", run) for seed, run in enumerate(RL["demo"])]
+    rows.append(("`weft demo --freeze-engines`", RL["frozen"]))
+    return f"{_rl_table('run', rows)}\n\n{_rl_machine(RL)}"
+
+
+def rl_methods() -> str:
+    """Weft beside collectives, and the same policy by both."""
+    rows = [(run["method"], run) for run in RL["methods"]]
+    same = "equal in every iteration" if RL["same_policy"] else "**not equal**"
+    turns = RL["in_turn"]
+    return (
+        f"{_rl_table('method', rows)}\n\n2 FSDP2 trainers → 2 engines, the same seed, asynchronous. In turn (`--sync`) "
+        f"the rewards of weft and broadcast are {same} over {turns[0]['iterations']} iterations: the same policy, other plumbing. "
+        f"{_rl_machine(RL)}"
+    )
+
+
+def rl_gpu() -> str:
+    """A larger model, trainer and engine on one GPU."""
+    cells = [
+        (
+            run["name"],
+            f"{run['bytes_per_version'] / 1e6:.0f} MB",
+            f"{run['transfer_ms']['p50']:.1f} ms",
+            f"{run['write_ms']['p50']:.1f} ms",
+            f"{run['pause_ms']['p50']:.1f} ms",
+            f"{run['copy_ms']:.2f} ms",
+            f"{run['fraction_of_copy']:.2f}",
+            "yes" if run["all_verified"] else "no",
+        )
+        for run in RL_GPU["runs"]
+    ]
+    header = ("run", "on the wire", "published to served", "writes", "pause", "plain copy", "copy / writes", "verified")
+    return (
+        f"{table(header, cells)}\n\nThe shapes of {RL_GPU['model']} with random weights, "
+        f"{RL_GPU['runs'][0]['iterations']} iterations, medians; one {RL_GPU['machine']['gpu']}, which training, "
+        "generating and the transfer share: the writes wait for their turn, and verify as they go."
+    )
+
+
+def _rl_table(first: str, rows: list[tuple[str, dict[str, Any]]]) -> str:
+    cells = [
+        (
+            name,
+            f"{run['reward_first']:.3f} → {run['reward_last']:.3f}",
+            f"{run['seconds']:.0f} s",
+            str(run["num_versions"]),
+            "yes" if run["all_verified"] else "not checked",
+            f"{run['transfer_ms']['p50']:.1f} / {run['transfer_ms']['p95']:.1f} ms",
+            f"{run['pause_ms']['p50']:.2f} / {run['pause_ms']['p95']:.2f} ms",
+            f"{run['staleness']:.2f} ({run['max_staleness']})",
+            f"{run['samples_per_s']:.0f}",
+        )
+        for name, run in rows
+    ]
+    columns = ("reward", "took", "versions", "verified", "transfer p50 / p95", "pause p50 / p95", "staleness (most)")
+    return table((first, *columns, "samples/s"), cells)
+
+
+def _rl_machine(report: dict[str, Any]) -> str:
+    found = report["machine"]
+    return f"Measured on {found['cores']} cores of {found['cpu']}."
+
+
 BLOCKS = {
+    "rl-demo": rl_demo,
+    "rl-gpu": rl_gpu,
+    "rl-methods": rl_methods,
+    "rl-summary": rl_summary,
     "codec": codec,
     "codec-gpu": codec_gpu,
     "fp8": fp8,

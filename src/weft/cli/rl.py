@@ -76,6 +76,7 @@ def rl_command(
     checkpoint_every: Annotated[int, typer.Option(help="Iterations between checkpoints; 0: none.")] = 0,
     resume: Annotated[bool, typer.Option("--resume", help="Continue from the newest checkpoint.")] = False,
     timeout_s: Annotated[float, typer.Option(help="How long any member waits for any other.")] = 120.0,
+    silence_s: Annotated[float, typer.Option(help="An engine silent for this long is lost.")] = 20.0,
     port: Annotated[int, typer.Option(help="Under torchrun: of the controller; the next one is taken too.")] = 7070,
     keys: Annotated[str, typer.Option(help="Under torchrun: folder of `weft keys controller member`.")] = "",
     out_dir: Annotated[Path | None, typer.Option("--out", help="Where report and logs go.")] = None,
@@ -114,6 +115,7 @@ def rl_command(
         "checkpoint_every": checkpoint_every,
         "resume": resume,
         "timeout_s": timeout_s,
+        "silence_s": silence_s,
     }
     _run(values, methods=method or ["weft"], out_dir=out_dir, as_json=as_json, port=port, keys=keys)
 

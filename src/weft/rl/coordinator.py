@@ -47,8 +47,6 @@ from weft.runtime.channel import Server
 from weft.runtime.controller import ControllerStatistics
 
 POLL_S = 0.05
-SILENCE_S = 10.0
-"""An engine that was not heard of for this long is lost."""
 MAX_JOB = 512
 """Samples of one job, at most."""
 
@@ -244,7 +242,7 @@ class Coordinator:
     def _look_at_clocks(self) -> None:
         now = time.monotonic()
         for engine, heard in list(self._heard.items()):
-            if now - heard > SILENCE_S:
+            if now - heard > self._settings.silence_s:
                 self._lose(engine, f"was not heard of for {now - heard:.0f} s")
 
     def _member_failed(self, member: str, reason: str) -> None:

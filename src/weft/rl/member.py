@@ -19,6 +19,7 @@ from weft.errors import WeftError
 from weft.rl.engine import Engine
 from weft.rl.links import Conversation, Links
 from weft.rl.messages import Failed
+from weft.rl.methods import use_plugins
 from weft.rl.settings import LoopSettings
 from weft.rl.trainer import Trainer
 
@@ -28,6 +29,7 @@ PR_SET_PDEATHSIG = 1
 def run_member(settings: LoopSettings, links: Links, *, rank: int, local_rank: int) -> None:
     """Be one rank until the run is over; first come the trainers, then the engines."""
     torch.set_num_threads(settings.num_threads or max(1, (os.cpu_count() or 1) // settings.world_size))
+    use_plugins(settings)
     is_trainer = rank < settings.num_trainers
     name = f"trainer {rank}" if is_trainer else f"engine {rank - settings.num_trainers}"
     member: Trainer | Engine | None = None

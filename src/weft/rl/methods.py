@@ -7,6 +7,7 @@ returns at once and happens beside training and generation; a broadcast needs ev
 from __future__ import annotations
 
 import importlib.util
+import os
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -212,10 +213,18 @@ class CollectiveReceiving:
         """Nothing to leave."""
 
 
+def use_plugins(settings: LoopSettings) -> None:
+    """Let NCCL find UCCL, where that is the method; before anything uses NCCL."""
+    if settings.method is Method.UCCL:
+        import uccl  # noqa: PLC0415  # optional
+
+        os.environ["NCCL_NET_PLUGIN"] = uccl.nccl_plugin_path()
+
+
 def check_method(settings: LoopSettings) -> None:
     """Raise if a method cannot work here."""
     if settings.method is Method.UCCL and (settings.device == "cpu" or importlib.util.find_spec("uccl") is None):
         raise TransportUnavailable(
             "uccl's collectives need GPUs and its network plugin for NCCL",
-            hint="pip install uccl; NCCL_NET_PLUGIN must name its library; or use --method broadcast",
+            hint="pip install uccl on machines with GPUs, or use --method broadcast",
         )

@@ -20,10 +20,9 @@ import secrets
 import threading
 import time
 from collections import Counter
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any, Self
 
-import msgspec
 import numpy as np
 
 from weft.config import DeltaPolicy, DigestPolicy, ReceiverMode, TransferSettings
@@ -35,6 +34,7 @@ from weft.errors import ConfigError, PlanError, VersionError, WeftError
 from weft.runtime.amax import AmaxExchange
 from weft.runtime.channel import BURST_SPIN_S, SPIN_S, Server
 from weft.runtime.matching import plan_members
+from weft.runtime.membership import Member, Membership
 from weft.runtime.messages import (
     PROTOCOL,
     STEPS_AHEAD,
@@ -67,7 +67,8 @@ from weft.runtime.messages import (
     unpack,
 )
 from weft.runtime.parts import Parts
-from weft.transport.registry import Choice, choose
+from weft.runtime.transfer import Transfer
+from weft.transport.registry import Choice
 
 log = logging.getLogger(__name__)
 POLL_S = 0.1
@@ -99,39 +100,6 @@ class ControllerStatistics:
     channel: dict[str, int]
 
 
-@dataclass(slots=True)
-class _Member:
-    connection: str
-    """Names the process behind the member: one that was replaced is told apart from its successor."""
-    join: Join
-    last_heard: float
-    opened: Opened | None = None
-
-
-@dataclass(slots=True)
-class _Transfer:
-    """The version that is being written, or waits to be committed everywhere."""
-
-    version: int
-    began: float
-    deadline: float
-    engines: set[int]
-    """Engine ranks that take part."""
-    unpaused: set[int]
-    """Engine ranks that must pause before anyone may write."""
-    waiting: set[int] = field(default_factory=set)
-    """Trainers that want to write and were not told to go."""
-    writers: set[int] = field(default_factory=set)
-    """Trainers that were told to go and have not reported back."""
-    finished: set[int] = field(default_factory=set)
-    """Trainers that have written all they owe."""
-    parts: list[Part] = field(default_factory=list)
-    was_written: bool = False
-    """Whether anyone was ever told to write it."""
-    is_decided: bool = False
-    is_commit: bool = False
-
-
 class Controller:
     """Runs in a thread of the process that makes it; `address` is what members need to know."""
 
@@ -157,17 +125,12 @@ class Controller:
         engines = dict.fromkeys(range(num_engine_ranks // ranks_per_engine), ranks_per_engine)
         self._ledger = VersionLedger(num_trainers=num_trainers, engines=engines, policy=policy, quorum=quorum)
         self._needed_engines = len(engines) if policy is CommitPolicy.ALL else quorum
-        self._num = {"trainer": num_trainers, "engine": num_engine_ranks}
-        self._ranks_per_engine = ranks_per_engine
+        self._who = Membership(
+            num_trainers=num_trainers, num_engine_ranks=num_engine_ranks, ranks_per_engine=ranks_per_engine
+        )
         self._settings = settings or TransferSettings()
         self._cluster = cluster or load_topology("h100-ib400")
         self._name = secrets.token_hex(8)
-        self._members: dict[str, _Member] = {}
-        self._names: dict[str, str] = {}
-        """Connection → the member it joined as, also of those that are gone."""
-        self._lost: dict[str, str] = {}
-        """Members that are gone, and how; until they join again."""
-        self._round = 0
         self._planned_round = 0
         """The round whose plan members have."""
         self._links: dict[tuple[int, int], Choice] = {}
@@ -178,7 +141,7 @@ class Controller:
         self._must_be_fresh = False
         """A trainer was lost while it wrote."""
         self._is_rebuilt = False
-        self._transfer: _Transfer | None = None
+        self._transfer: Transfer | None = None
         self._wants: dict[int, int] = {}
         self._holds: dict[int, int | None] = {}
         """Engine rank → the version it serves; None where its weights are torn."""
@@ -206,8 +169,8 @@ class Controller:
         links = Counter(f"{choice.transport} ({choice.reason})" for choice in self._links.copy().values())
         plan = self._plan
         return ControllerStatistics(
-            members=tuple(sorted(self._members.copy())),
-            lost=dict(self._lost),
+            members=tuple(sorted(self._who.members.copy())),
+            lost=dict(self._who.lost),
             links=dict(links),
             plan_digest=self._plan_digest,
             bytes_per_version=plan.total_bytes if plan is not None else 0,
@@ -253,7 +216,7 @@ class Controller:
 
     def _send(self, member: str, message: Any) -> None:
         """To a member, if it is there."""
-        known = self._members.get(member)
+        known = self._who.members.get(member)
         if known is not None:
             self._server.send(known.connection, message)
 
@@ -264,15 +227,14 @@ class Controller:
         except Exception as error:
             log.exception("a defect while handling %s of %s", type(message).__name__, connection)
             self._server.send(connection, Refused(reason=f"{type(error).__name__} in the controller: {error}"))
-            self._lose(self._names.get(connection, ""), f"was refused: {error}")
+            self._lose(self._who.name_of(connection), f"was refused: {error}")
 
     def _handle(self, connection: str, message: Any) -> None:
         if isinstance(message, Join):
             self._join(connection, message)
             return
-        member = self._names.get(connection, "")
-        known = self._members.get(member)
-        if known is None or known.connection != connection:
+        member, known = self._who.name_of(connection), self._who.behind(connection)
+        if known is None:
             if not isinstance(message, Leave):
                 self._turn_out(connection, member)
             return
@@ -286,13 +248,13 @@ class Controller:
 
     def _turn_out(self, connection: str, member: str) -> None:
         """Answer a process that is no member: one that was replaced must end, others may join again."""
-        if member in self._members:
+        if member in self._who.members:
             reason = f"another process has joined as {member}"
             self._server.send(connection, Refused(reason=reason, hint="every rank is one process"))
         else:
             self._server.send(connection, Unknown(controller=self._name))
 
-    def _report(self, member: str, known: _Member, message: Any) -> None:
+    def _report(self, member: str, known: Member, message: Any) -> None:
         rank = known.join.rank
         match message:
             case Beat():
@@ -311,8 +273,7 @@ class Controller:
             case Paused(version=version):
                 self._paused(rank, version)
             case Ready(version=version):
-                engine, number = divmod(rank, self._ranks_per_engine)
-                self._apply(self._ledger.ready(engine=engine, rank=number, version=version))
+                self._apply(self._ready(rank, version))
             case Failed(version=version, reason=reason):
                 self._failed(member, known.join, version, reason)
             case Committed(version=version):
@@ -321,36 +282,25 @@ class Controller:
                 self._lose(member, f"left: {reason}" if reason else "left")
 
     def _look_at_clocks(self) -> None:
-        now = time.monotonic()
-        for member, known in list(self._members.items()):
-            silent_s = now - known.last_heard
-            if silent_s > self._settings.silence_s:
-                self._lose(member, f"was not heard of for {silent_s:.1f} s")
+        for member, silent_s in self._who.silent_for(self._settings.silence_s).items():
+            self._lose(member, f"was not heard of for {silent_s:.1f} s")
         transfer = self._transfer
-        if transfer is not None and not transfer.is_decided and now > transfer.deadline:
-            self._apply(self._ledger.timed_out(self._lateness(transfer)))
-
-    def _lateness(self, transfer: _Transfer) -> str:
-        """What a version that is late waits for."""
-        waits = [f"engine {rank} to pause" for rank in sorted(transfer.unpaused)]
-        waits += [f"trainer {rank} to write" for rank in sorted(set(range(self._num["trainer"])) - transfer.finished)]
-        late = f"version {transfer.version} was not ready everywhere after {self._settings.version_s:.1f} s"
-        return f"{late}, waiting for {', '.join(waits) or 'engines to verify it'}"
+        if transfer is not None and not transfer.is_decided and time.monotonic() > transfer.deadline:
+            num_trainers, version_s = self._who.num["trainer"], self._settings.version_s
+            self._apply(self._ledger.timed_out(transfer.lateness(num_trainers=num_trainers, version_s=version_s)))
 
     # Members
 
     def _join(self, connection: str, join: Join) -> None:
         member = f"{join.side} {join.rank}"
-        if join.protocol != PROTOCOL or not 0 <= join.rank < self._num[join.side]:
-            reason = f"{member} (protocol {join.protocol}) does not fit {self._num}"
+        if join.protocol != PROTOCOL or not self._who.fits(join):
+            reason = f"{member} (protocol {join.protocol}) does not fit {self._who.num}"
             hint = "check ranks and the installed weft version"
             self._server.send(connection, Refused(reason=reason, hint=hint))
             return
-        if member in self._members:
+        if member in self._who.members:
             self._replace(member, connection)
-        self._names[connection] = member
-        self._members[member] = _Member(connection, join, time.monotonic())
-        self._lost.pop(member, None)
+        self._who.add(connection, join)
         if join.pending is not None:
             self._uncommitted.add(join.rank)
         if join.side == "engine":
@@ -358,82 +308,61 @@ class Controller:
         welcome = Welcome(
             controller=self._name,
             settings=self._settings,
-            ranks_per_engine=self._ranks_per_engine,
-            num_trainers=self._num["trainer"],
+            ranks_per_engine=self._who.ranks_per_engine,
+            num_trainers=self._who.num["trainer"],
         )
         self._send(member, welcome)
-        log.info("%s joined (%d of %d)", member, len(self._members), sum(self._num.values()))
+        log.info("%s joined (%d of %d)", member, len(self._who.members), sum(self._who.num.values()))
         self._must_plan = True
         self._plan_if_possible()
 
     def _replace(self, member: str, connection: str) -> None:
         """A member joins anew: the same process again, or another one in its place."""
-        old = self._members[member].connection
+        old = self._who.members[member].connection
         self._lose(member, "joined anew")
         if old != connection:
             self._server.send(old, Refused(reason=f"another process has joined as {member}"))
 
-    def _joins(self, side: str) -> dict[int, Join]:
-        joins = [known.join for known in self._members.values() if known.join.side == side]
-        return {join.rank: join for join in sorted(joins, key=lambda join: join.rank)}
-
     def _plan_if_possible(self) -> None:
         """When all members are there and no version is under way: let them open transports, for a new plan."""
-        if not self._must_plan or len(self._members) < sum(self._num.values()):
+        if not self._must_plan or not self._who.is_complete:
             return
         self._retire()
         if self._transfer is not None or (self._uncommitted and self._must_be_fresh):
             return
         self._must_plan = False
-        self._round += 1
+        self._who.round += 1
         try:
-            self._links = self._choose_links()
+            self._links = self._who.choose_links(self._settings)
         except WeftError as error:
             self._refuse_all(error)
             return
-        for member, known in self._members.items():
+        for member, known in self._who.members.items():
             mine = {
                 choice.transport
                 for (trainer, engine), choice in self._links.items()
                 if (trainer if known.join.side == "trainer" else engine) == known.join.rank
             }
-            message = Open(round=self._round, transports=sorted(mine), fresh=self._must_be_fresh)
+            message = Open(round=self._who.round, transports=sorted(mine), fresh=self._must_be_fresh)
             self._send(member, message)
         self._must_be_fresh = False
 
-    def _choose_links(self) -> dict[tuple[int, int], Choice]:
-        settings = self._settings
-        links = {}
-        for trainer, src in self._joins("trainer").items():
-            for engine, dst in self._joins("engine").items():
-                own = settings.mode is ReceiverMode.SHADOW or settings.delta is DeltaPolicy.ON  # weft's own memory
-                place = msgspec.structs.replace(dst.place, shareable=own or dst.place.shareable)
-                links[trainer, engine] = choose(
-                    src.place, place, wanted=settings.transport, allow_fallback=settings.allow_fallback
-                )
-        return links
-
-    def _opened(self, known: _Member, message: Opened) -> None:
-        if message.round != self._round:
+    def _opened(self, known: Member, message: Opened) -> None:
+        if message.round != self._who.round:
             return
         known.opened = message
-        everyone = self._members.values()
-        if len(everyone) == sum(self._num.values()) and all(
-            other.opened is not None and other.opened.round == self._round for other in everyone
-        ):
+        if self._who.has_opened:
             self._make_plan()
 
     def _make_plan(self) -> None:
-        trainers, engines = self._joins("trainer"), self._joins("engine")
+        who = self._who
+        trainers, engines = who.joins("trainer"), who.joins("engine")
         try:
-            plan = plan_members(trainers, engines, self._cluster, ranks_per_engine=self._ranks_per_engine)
+            plan = plan_members(trainers, engines, self._cluster, ranks_per_engine=who.ranks_per_engine)
             digest = plan_file.digest(plan)
-            opened = tuple(
-                {known.join.rank: known.opened for known in self._members.values() if known.join.side == side}
-                for side in ("trainer", "engine")
-            )
+            opened = who.opened("trainer"), who.opened("engine")
             transports = {link: choice.transport for link, choice in self._links.items()}
-            parts = Parts(plan, digest, (trainers, engines), opened, transports, self._settings)  # type: ignore[arg-type]
+            parts = Parts(plan, digest, (trainers, engines), opened, transports, self._settings)
         except WeftError as error:
             self._refuse_all(error)
             return
@@ -447,7 +376,7 @@ class Controller:
             self._send(f"engine {rank}", parts.receive_plan(rank))
         for rank in trainers:
             self._send(f"trainer {rank}", parts.send_plan(rank))
-        self._planned_round = self._round
+        self._planned_round = who.round
         if not self._is_rebuilt:
             self._rebuild()
         self._planned.set()
@@ -458,17 +387,17 @@ class Controller:
 
     def _refuse_all(self, error: WeftError) -> None:
         log.error("no plan: %s", error)
-        for member in list(self._members):
+        for member in list(self._who.members):
             self._send(member, Refused(reason=str(error), hint=error.hint or ""))
-        self._members.clear()
+        self._who.members.clear()
 
     def _rebuild(self) -> None:
         """What members knew of versions when they joined: everything, if the controller before this one died."""
         self._is_rebuilt = True
-        engines = self._joins("engine")
+        engines = self._who.joins("engine")
         known = [version for join in engines.values() for version in (join.last, join.pending) if version is not None]
         committed = max(known, default=None)
-        offered = [join.last for join in self._joins("trainer").values() if join.last is not None]
+        offered = [join.last for join in self._who.joins("trainer").values() if join.last is not None]
         self._ledger.restore(committed=committed, last_decided=max([*known, *offered], default=-1))
         for rank, join in engines.items():
             if committed is not None and join.ready == committed and join.pending is None and join.last != committed:
@@ -477,11 +406,10 @@ class Controller:
 
     def _lose(self, member: str, how: str) -> None:
         """A member is gone: abort what depends on it, and plan again when it comes back."""
-        known = self._members.pop(member, None)
+        known = self._who.remove(member, how)
         if known is None:
             return
         log.warning("%s %s", member, how)
-        self._lost[member] = how
         self._must_plan = True
         self._planned.clear()
         rank, transfer = known.join.rank, self._transfer
@@ -493,8 +421,7 @@ class Controller:
         else:
             self._uncommitted.discard(rank)
             if transfer is not None:
-                first = rank // self._ranks_per_engine * self._ranks_per_engine
-                transfer.unpaused -= set(range(first, first + self._ranks_per_engine))
+                transfer.unpaused -= set(self._who.ranks_of(rank // self._who.ranks_per_engine))
         self._apply(self._fail(known.join, how))
         if self._transfer is not None:
             self._send_writers(self._transfer)
@@ -509,20 +436,6 @@ class Controller:
         if transfer is not None and transfer.is_decided and not transfer.writers and not self._uncommitted:
             self._transfer = None
             self._server.spin_s = SPIN_S
-
-    def _live_engines(self) -> list[int]:
-        """Engines of which every rank is there and open."""
-        present = {
-            known.join.rank
-            for known in self._members.values()
-            if known.join.side == "engine" and known.opened is not None and known.opened.round == self._round
-        }
-        size = self._ranks_per_engine
-        return [
-            engine
-            for engine in range(self._num["engine"] // size)
-            if present.issuperset(range(engine * size, (engine + 1) * size))
-        ]
 
     def _let_go(self) -> None:
         """Answer trainers that want to write, if the last version is out of the way."""
@@ -544,20 +457,16 @@ class Controller:
 
     def _can_transfer(self) -> bool:
         """Whether every trainer, and enough engines, have their part of the plan that is in force."""
-        opened = [
-            known
-            for known in self._members.values()
-            if known.join.side == "trainer" and known.opened is not None and known.opened.round == self._round
-        ]
-        planned = self._plan is not None and self._planned_round == self._round
-        return planned and len(opened) == self._num["trainer"] and len(self._live_engines()) >= self._needed_engines
+        planned = self._plan is not None and self._planned_round == self._who.round
+        trainers = len(self._who.open_ranks("trainer")) == self._who.num["trainer"]
+        return planned and trainers and len(self._who.live_engines()) >= self._needed_engines
 
     def _offer(self, trainer: int, version: int) -> None:
         """A trainer's turn: open the version, or join the others that write it."""
         try:
             if self._transfer is None:
-                for engine in set(self._live_engines()) - set(self._ledger.engines):
-                    self._ledger.join(engine=engine, num_ranks=self._ranks_per_engine)
+                for engine in set(self._who.live_engines()) - set(self._ledger.engines):
+                    self._ledger.join(engine=engine, num_ranks=self._who.ranks_per_engine)
             self._ledger.publish(trainer=trainer, version=version)
         except VersionError as error:
             is_late = version == self._last_aborted  # the others' failure is the reason, not the number
@@ -572,10 +481,9 @@ class Controller:
         self._send_writers(self._transfer)
 
     def _begin(self, version: int) -> None:
-        size = self._ranks_per_engine
-        ranks = {engine * size + number for engine in self._live_engines() for number in range(size)}
+        ranks = {rank for engine in self._who.live_engines() for rank in self._who.ranks_of(engine)}
         now = time.monotonic()
-        self._transfer = _Transfer(
+        self._transfer = Transfer(
             version=version,
             began=now,
             deadline=now + self._settings.version_s,
@@ -586,7 +494,7 @@ class Controller:
         for rank in sorted(ranks):
             self._send(f"engine {rank}", Expect(version=version))
 
-    def _send_writers(self, transfer: _Transfer) -> None:
+    def _send_writers(self, transfer: Transfer) -> None:
         if transfer.unpaused or transfer.is_decided:
             return
         for trainer in sorted(transfer.waiting):
@@ -599,9 +507,9 @@ class Controller:
 
     def _turn_away(self) -> None:
         """While a member is lost no version can be written: say so at once instead of letting trainers wait."""
-        if not self._lost:
+        if not self._who.lost:
             return
-        reason = ", ".join(f"{member} {how}" for member, how in sorted(self._lost.items()))
+        reason = ", ".join(f"{member} {how}" for member, how in sorted(self._who.lost.items()))
         for trainer, version in self._wants.items():
             self._send(f"trainer {trainer}", Decide(version=version, commit=False, reason=reason))
         self._wants.clear()
@@ -609,8 +517,7 @@ class Controller:
     def _at(self, rank: int, version: int, step: int) -> None:
         """An engine rank says where it is; when all ranks of its engine have, they learn where to meet."""
         self._steps[rank] = version, step
-        first = rank // self._ranks_per_engine * self._ranks_per_engine
-        ranks = range(first, first + self._ranks_per_engine)
+        ranks = self._who.ranks_of(rank // self._who.ranks_per_engine)
         if all(self._steps.get(other, (None, 0))[0] == version for other in ranks):
             boundary = max(self._steps[other][1] for other in ranks) + STEPS_AHEAD
             for other in ranks:
@@ -641,31 +548,33 @@ class Controller:
         transfer.parts += parts
         for loss in losses if not transfer.is_decided else ():  # if it lives, it joins again
             self._lose(f"engine {loss.engine}", f"could not be written to by trainer {trainer}: {loss.reason}")
-        if not transfer.is_decided and len(transfer.finished) == self._num["trainer"]:
+        if not transfer.is_decided and len(transfer.finished) == self._who.num["trainer"]:
             self._verify(transfer)
         self._let_go()
 
-    def _verify(self, transfer: _Transfer) -> None:
+    def _verify(self, transfer: Transfer) -> None:
         """Everything is written: let engines look at it, or, where nobody wants that, take the writers' word."""
         if self._takes_their_word(transfer):
             for rank in sorted(transfer.engines):
-                engine, number = divmod(rank, self._ranks_per_engine)
-                self._apply(self._ledger.ready(engine=engine, rank=number, version=transfer.version))
+                self._apply(self._ready(rank, transfer.version))
             return
         for rank in sorted(transfer.engines):
             mine = [part for part in transfer.parts if part.engine == rank]
             self._send(f"engine {rank}", Verify(version=transfer.version, parts=mine))
 
-    def _takes_their_word(self, transfer: _Transfer) -> bool:
+    def _ready(self, rank: int, version: int) -> Decision | None:
+        """An engine rank holds a version whole; what that decides, if anything."""
+        engine, number = divmod(rank, self._who.ranks_per_engine)
+        return self._ledger.ready(engine=engine, rank=number, version=version)
+
+    def _takes_their_word(self, transfer: Transfer) -> bool:
         """Without a digest all that engines could do is count again what writers say has landed."""
         settings, plan = self._settings, self._plan
         if settings.digest is DigestPolicy.ON or settings.delta is DeltaPolicy.ON or plan is None:
             return False
-        if self._needed_engines < self._num["engine"] // self._ranks_per_engine:
+        if self._needed_engines < self._who.num["engine"] // self._who.ranks_per_engine:
             return False  # with a quorum the first that are ready would leave the others behind
-        sent = {(part.trainer, part.engine): part.num_bytes for part in transfer.parts}
-        owed = {(int(t), int(e)): int(plan.pair_bytes[t, e]) for t, e in zip(*plan.pair_bytes.nonzero(), strict=True)}
-        return sent == {link: num_bytes for link, num_bytes in owed.items() if link[1] in transfer.engines}
+        return transfer.is_sent_whole(plan)
 
     def _failed(self, member: str, join: Join, version: int, reason: str) -> None:
         transfer = self._transfer
@@ -685,7 +594,7 @@ class Controller:
     def _fail(self, join: Join, reason: str) -> Decision | None:
         if join.side == "trainer":
             return self._ledger.trainer_failed(join.rank, reason)
-        return self._ledger.engine_failed(join.rank // self._ranks_per_engine, f"rank {join.rank}: {reason}")
+        return self._ledger.engine_failed(join.rank // self._who.ranks_per_engine, f"rank {join.rank}: {reason}")
 
     def _engine_committed(self, rank: int, version: int) -> None:
         log.debug("engine %d serves version %d", rank, version)
@@ -702,9 +611,9 @@ class Controller:
         transfer.is_commit = False
         self._counts["committed"] += 1
         self._last_version_s = time.monotonic() - transfer.began
-        self._last_wire_bytes = sum(part.num_bytes for part in transfer.parts)
+        self._last_wire_bytes = transfer.wire_bytes
         log.info("version %d is served everywhere (%.1f ms)", transfer.version, self._last_version_s * 1e3)
-        for rank in self._joins("trainer"):
+        for rank in self._who.joins("trainer"):
             self._send(f"trainer {rank}", Decide(version=transfer.version, commit=True))
 
     def _apply(self, decision: Decision | None) -> None:
@@ -713,10 +622,9 @@ class Controller:
         if decision is None or transfer is None or transfer.version != decision.version:
             return
         transfer.is_decided, transfer.is_commit = True, decision.commit
-        size = self._ranks_per_engine
-        commits = {engine * size + number for engine in decision.engines for number in range(size)}
-        self._uncommitted |= commits & set(self._joins("engine"))
-        for rank in self._joins("engine"):
+        commits = {rank for engine in decision.engines for rank in self._who.ranks_of(engine)}
+        self._uncommitted |= commits & set(self._who.joins("engine"))
+        for rank in self._who.joins("engine"):
             message = Decide(version=decision.version, commit=True)
             if rank not in commits:
                 if transfer.was_written and self._settings.mode is ReceiverMode.IN_PLACE:
@@ -734,7 +642,7 @@ class Controller:
         self._counts["aborted"] += 1
         self._last_abort, self._last_aborted = decision.reason, decision.version
         log.warning("version %d was aborted: %s", decision.version, decision.reason)
-        for rank in self._joins("trainer"):
+        for rank in self._who.joins("trainer"):
             message = Decide(version=decision.version, commit=False, reason=decision.reason)
             self._send(f"trainer {rank}", message)
         self._wants = {rank: version for rank, version in self._wants.items() if version != decision.version}

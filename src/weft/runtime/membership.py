@@ -1,0 +1,127 @@
+"""Who has joined a controller: members, those that are gone, and rounds of opening transports. State without a socket.
+
+A round begins when everybody is there: all open the transports that were chosen for their links and report what can be
+written. What was opened in an earlier round does not count.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Literal
+
+import msgspec
+
+from weft.config import DeltaPolicy, ReceiverMode, TransferSettings
+from weft.runtime.messages import Join, Opened
+from weft.transport.registry import Choice, choose
+
+Side = Literal["trainer", "engine"]
+
+
+@dataclass(slots=True)
+class Member:
+    """One process."""
+
+    connection: str
+    """Names the process behind the member: one that was replaced is told apart from its successor."""
+    join: Join
+    last_heard: float
+    opened: Opened | None = None
+
+
+class Membership:
+    """Members by name: `trainer 0`, `engine 3`."""
+
+    def __init__(self, *, num_trainers: int, num_engine_ranks: int, ranks_per_engine: int) -> None:
+        self.num = {"trainer": num_trainers, "engine": num_engine_ranks}
+        self.ranks_per_engine = ranks_per_engine
+        self.members: dict[str, Member] = {}
+        self.lost: dict[str, str] = {}
+        """Members that are gone, and how; until they join again."""
+        self.round = 0
+        self._names: dict[str, str] = {}
+        """Connection → the member it joined as, also of those that are gone."""
+
+    def fits(self, join: Join) -> bool:
+        """Whether there is such a rank."""
+        return 0 <= join.rank < self.num[join.side]
+
+    def add(self, connection: str, join: Join) -> None:
+        """A process has joined."""
+        member = f"{join.side} {join.rank}"
+        self._names[connection] = member
+        self.members[member] = Member(connection, join, time.monotonic())
+        self.lost.pop(member, None)
+
+    def remove(self, member: str, how: str) -> Member | None:
+        """A member is gone; None if it was not there."""
+        known = self.members.pop(member, None)
+        if known is not None:
+            self.lost[member] = how
+        return known
+
+    def name_of(self, connection: str) -> str:
+        """The member a connection joined as, even if it is gone; empty for strangers."""
+        return self._names.get(connection, "")
+
+    def behind(self, connection: str) -> Member | None:
+        """The member that speaks through a connection now."""
+        known = self.members.get(self.name_of(connection))
+        return known if known is not None and known.connection == connection else None
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether everybody is there."""
+        return len(self.members) == sum(self.num.values())
+
+    @property
+    def has_opened(self) -> bool:
+        """Whether everybody is there and has opened transports in this round."""
+        return self.is_complete and all(self._is_open(known) for known in self.members.values())
+
+    def _is_open(self, known: Member) -> bool:
+        return known.opened is not None and known.opened.round == self.round
+
+    def joins(self, side: Side) -> dict[int, Join]:
+        """What members of a side said when they joined, by rank."""
+        joins = [known.join for known in self.members.values() if known.join.side == side]
+        return {join.rank: join for join in sorted(joins, key=lambda join: join.rank)}
+
+    def opened(self, side: Side) -> dict[int, Opened]:
+        """What members of a side have opened, by rank."""
+        mine = [known for known in self.members.values() if known.join.side == side]
+        return {known.join.rank: known.opened for known in mine if known.opened is not None}
+
+    def open_ranks(self, side: Side) -> set[int]:
+        """Ranks that are there and open in this round."""
+        mine = [known for known in self.members.values() if known.join.side == side]
+        return {known.join.rank for known in mine if self._is_open(known)}
+
+    def ranks_of(self, engine: int) -> range:
+        """The ranks of one engine."""
+        return range(engine * self.ranks_per_engine, (engine + 1) * self.ranks_per_engine)
+
+    def live_engines(self) -> list[int]:
+        """Engines of which every rank is there and open."""
+        present = self.open_ranks("engine")
+        engines = range(self.num["engine"] // self.ranks_per_engine)
+        return [engine for engine in engines if present.issuperset(self.ranks_of(engine))]
+
+    def silent_for(self, silence_s: float) -> dict[str, float]:
+        """Members that were not heard of for too long, and for how long."""
+        now = time.monotonic()
+        silent = {member: now - known.last_heard for member, known in self.members.items()}
+        return {member: seconds for member, seconds in silent.items() if seconds > silence_s}
+
+    def choose_links(self, settings: TransferSettings) -> dict[tuple[int, int], Choice]:
+        """The transport of every link between a trainer and an engine rank."""
+        own = settings.mode is ReceiverMode.SHADOW or settings.delta is DeltaPolicy.ON  # weft's own memory is written
+        links = {}
+        for trainer, src in self.joins("trainer").items():
+            for engine, dst in self.joins("engine").items():
+                place = msgspec.structs.replace(dst.place, shareable=own or dst.place.shareable)
+                links[trainer, engine] = choose(
+                    src.place, place, wanted=settings.transport, allow_fallback=settings.allow_fallback
+                )
+        return links

@@ -1,0 +1,50 @@
+"""The version a controller lets be written, or that waits to be committed everywhere: who has done what."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from weft.core.plan import Plan
+from weft.runtime.messages import Part
+
+
+@dataclass(slots=True)
+class Transfer:
+    """One version under way."""
+
+    version: int
+    began: float
+    deadline: float
+    engines: set[int]
+    """Engine ranks that take part."""
+    unpaused: set[int]
+    """Engine ranks that must pause before anyone may write."""
+    waiting: set[int] = field(default_factory=set)
+    """Trainers that want to write and were not told to go."""
+    writers: set[int] = field(default_factory=set)
+    """Trainers that were told to go and have not reported back."""
+    finished: set[int] = field(default_factory=set)
+    """Trainers that have written all they owe."""
+    parts: list[Part] = field(default_factory=list)
+    was_written: bool = False
+    """Whether anyone was ever told to write it."""
+    is_decided: bool = False
+    is_commit: bool = False
+
+    @property
+    def wire_bytes(self) -> int:
+        """What trainers sent for it."""
+        return sum(part.num_bytes for part in self.parts)
+
+    def lateness(self, *, num_trainers: int, version_s: float) -> str:
+        """What a version that is late waits for."""
+        waits = [f"engine {rank} to pause" for rank in sorted(self.unpaused)]
+        waits += [f"trainer {rank} to write" for rank in sorted(set(range(num_trainers)) - self.finished)]
+        late = f"version {self.version} was not ready everywhere after {version_s:.1f} s"
+        return f"{late}, waiting for {', '.join(waits) or 'engines to verify it'}"
+
+    def is_sent_whole(self, plan: Plan) -> bool:
+        """Whether writers say that they have sent every byte of the plan, to the engines that take part."""
+        sent = {(part.trainer, part.engine): part.num_bytes for part in self.parts}
+        owed = {(int(t), int(e)): int(plan.pair_bytes[t, e]) for t, e in zip(*plan.pair_bytes.nonzero(), strict=True)}
+        return sent == {link: num_bytes for link, num_bytes in owed.items() if link[1] in self.engines}
