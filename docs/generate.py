@@ -316,11 +316,13 @@ def rl_summary() -> str:
     demos, frozen = RL["demo"], RL["frozen"]
     reached = ", ".join(f"{run['reward_first']:.2f} → {run['reward_last']:.2f}" for run in demos)
     spent = [run["seconds"] for run in demos]
+    transfer_ms, pause_ms = demos[0]["transfer_ms"]["p50"], demos[0]["pause_ms"]["p50"]
+    checked = "all verified" if all(run["all_verified"] for run in demos) else "**not all verified**"
     return (
         f"Measured on {RL['machine']['cores']} cores of {RL['machine']['cpu']}: {len(demos)} seeds, "
-        f"{min(spent):.0f}–{max(spent):.0f} s each, reward {reached}; {demos[0]['num_versions']} versions each, all "
-        f"verified, {demos[0]['transfer_ms']['p50']:.0f} ms from `publish` until both engines serve one, engines paused for "
-        f"{demos[0]['pause_ms']['p50']:.2f} ms. With engines frozen at version 0: {frozen['reward_first']:.2f} → "
+        f"{min(spent):.0f}–{max(spent):.0f} s each, reward {reached}; {demos[0]['num_versions']} versions each, "
+        f"{checked}, {transfer_ms:.0f} ms from `publish` until both engines serve one, engines paused for "
+        f"{pause_ms:.2f} ms. With engines frozen at version 0: {frozen['reward_first']:.2f} → "
         f"{frozen['reward_last']:.2f}."
     )
 
@@ -336,10 +338,10 @@ def rl_methods() -> str:
     """Weft beside collectives, and the same policy by both."""
     rows = [(run["method"], run) for run in RL["methods"]]
     same = "equal in every iteration" if RL["same_policy"] else "**not equal**"
-    turns = RL["in_turn"]
+    number = RL["in_turn"][0]["iterations"]
     return (
         f"{_rl_table('method', rows)}\n\n2 FSDP2 trainers → 2 engines, the same seed, asynchronous. In turn (`--sync`) "
-        f"the rewards of weft and broadcast are {same} over {turns[0]['iterations']} iterations: the same policy, other plumbing. "
+        f"the rewards of weft and broadcast are {same} over {number} iterations: the same policy, other plumbing. "
         f"{_rl_machine(RL)}"
     )
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.integrations.dtensor_ranks import PLACEMENTS, Net, all_reports, full_model
-from weft import weights_of
+from weft import Part, weights_of
 from weft.errors import LayoutError, RegistrationError
 from weft.transport.shm import ShmTransport
 
@@ -111,3 +111,21 @@ def test_weights_moved_in_inference_mode_can_be_moved_again():
             weights_of(net).rehome(transport.allocate)
         assert not net.up.weight.is_inference()
         assert weights_of(net).rehome is not None
+
+
+def test_fused_parameters_are_boxes_of_several_tensors():
+    fused = torch.nn.Linear(4, 10, bias=False)
+    parts = {
+        "weight": [
+            Part(source="q.weight", shape=(8, 4), lo=(2, 0), extent=(3, 4), at=(0, 0)),
+            Part(source="k.weight", shape=(8, 4), lo=(0, 0), extent=(5, 4), at=(3, 0)),
+            Part(source="q.weight", shape=(8, 4), lo=(6, 2), extent=(2, 2), at=(8, 2)),
+        ]
+    }
+    held = weights_of(fused, parts=parts).held
+    assert [shard.tensor.name for shard in held] == ["q.weight", "k.weight", "box 2 of q.weight"]
+    assert held[2].aliases == ("q.weight",)
+    start = fused.weight.data_ptr()
+    assert [shard.address - start for shard in held] == [0, 3 * 16, 8 * 16 + 8]
+    assert [shard.extent for shard in held] == [(3, 4), (5, 4), (2, 2)]
+    assert {shard.strides for shard in held} == {(4, 1)}
