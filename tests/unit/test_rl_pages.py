@@ -21,7 +21,7 @@ SETTINGS = LoopSettings.of(num_engines=2, iterations=40, task="sort")
 
 
 def record(num_iterations: int = 40) -> Record:
-    made = Record(method="weft", verifies=True, ended_s=80.0, samples_of={0: 100, 1: 90})
+    made = Record(method="weft", verifies=True, ended_s=80.0, samples_of={0: 100, 1: 90}, example="52> 25")
     for n in range(num_iterations):
         made.iterations.append(
             Iteration(
@@ -84,6 +84,7 @@ def test_the_view_shows_reward_versions_bytes_and_times():
     text = console.file.getvalue()
     for part in (
         "iteration 40/40",
+        "52> 25",
         "reward 0.000 → 0.975",
         "5.00 MB",
         "transfer 10.0 ms",

@@ -44,7 +44,7 @@ def print_json(value: Any) -> None:
 
 def show_facts(title: str, facts: dict[str, str]) -> None:
     """A title and named facts, on stdout."""
-    table = Table(title=title, title_justify="left", show_header=False, box=None, padding=(0, 2, 0, 0))
+    table = Table(title=title or None, title_justify="left", show_header=False, box=None, padding=(0, 2, 0, 0))
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
     for name, value in facts.items():

@@ -15,7 +15,7 @@ import typer
 from rich.table import Table
 
 from weft.cli.case_options import Json
-from weft.cli.output import err, out, print_json, print_text
+from weft.cli.output import err, out, print_json, print_text, show_facts
 from weft.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -166,12 +166,13 @@ def _run(
             found.append(_finish(record, settings, where))
     if not found:
         return
-    if not as_json:
-        _show(found)
-        for one in found:
-            err.print(f"report: {one['report']}")
-    else:
+    if as_json:
         print_json(found[0] if len(found) == 1 else {"runs": found})
+    elif len(found) == 1:
+        _show_one(found[0])
+    else:
+        _show(found)
+        out.print("reports: " + ", ".join(one["report"] for one in found), soft_wrap=True)
 
 
 @contextlib.contextmanager
@@ -188,7 +189,27 @@ def _finish(record: Any, settings: LoopSettings, where: Path) -> dict[str, Any]:
     return summary
 
 
+def _show_one(one: dict[str, Any]) -> None:
+    """What came of a run."""
+    checked = "all verified" if one["all_verified"] else "not all verified"
+    transfer, pause = one["transfer_ms"], one["pause_ms"]
+    facts = {
+        "reward": f"{one['reward_first']:.3f} → {one['reward_last']:.3f} in {one['iterations']} iterations",
+        "took": f"{one['seconds']:.0f} s, {one['samples_per_s']:.0f} samples a second",
+        "versions": f"{one['num_versions']}, {checked}, {one['bytes_per_version'] / 1e6:.2f} MB each",
+        "transfer": f"{transfer['p50']:.1f} ms until every engine serves it (p95 {transfer['p95']:.1f})",
+        "engines paused": f"{pause['p50']:.2f} ms (p95 {pause['p95']:.2f})",
+        "samples were": f"{one['staleness']:.2f} versions old, {one['max_staleness']} at most",
+        "links": ", ".join(f"{count} × {link}" for link, count in one["links"].items()) or one["method"],
+        "report": one["report"],
+    }
+    if one["lost"]:
+        facts["lost"] = ", ".join(f"{member} {how}" for member, how in one["lost"].items())
+    show_facts("", facts)
+
+
 def _show(found: list[dict[str, Any]]) -> None:
+    """Several methods side by side."""
     table = Table(title="weft rl", title_justify="left")
     columns = ("method", "reward", "seconds", "versions", "verified", "transfer ms p50 / p95", "pause ms p50 / p95")
     for name in (*columns, "staleness", "samples/s", "MB a version"):

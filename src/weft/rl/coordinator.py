@@ -43,6 +43,7 @@ from weft.rl.messages import (
 )
 from weft.rl.record import Commit, Iteration, Record, Version
 from weft.rl.settings import LoopSettings, Method
+from weft.rl.tasks import load_task
 from weft.runtime.channel import Server
 from weft.runtime.controller import ControllerStatistics
 
@@ -64,6 +65,7 @@ class Coordinator:
     ) -> None:
         """`transfers`: what weft's controller knows of them."""
         self._settings, self._transfers = settings, transfers
+        self._task = load_task(settings.task)
         num_jobs = max(settings.num_engines, -(-settings.batch // MAX_JOB))
         self._ledger = Ledger(
             batch_size=settings.batch,
@@ -175,6 +177,8 @@ class Coordinator:
     def _made(self, engine: int, job: int, samples: Samples) -> None:
         count = self.record.samples_of.get(engine, 0)
         self.record.samples_of[engine] = count + samples.answers.shape[0]
+        prompt, answer = (self._task.text(unpack(tokens)[0]) for tokens in (samples.prompts, samples.answers))
+        self.record.example = f"{prompt} {answer}"
         if self._ledger.made(job, samples) is not None:
             self._give_out()
 

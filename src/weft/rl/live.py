@@ -49,7 +49,8 @@ def _lines(settings: LoopSettings, console: Console) -> Watch:
         console.print(
             f"{last.at_s:5.0f} s  iteration {last.number + 1}/{settings.iterations}  reward {last.reward:.3f}  "
             f"version {record.committed[-1].number if record.committed else '–'} in {transfers['p50']:.1f} ms  "
-            f"{last.staleness:.1f} versions old"
+            f"{last.staleness:.1f} versions old  {record.example}",
+            soft_wrap=True,
         )
 
     return say
@@ -68,6 +69,7 @@ def view(settings: LoopSettings, record: Record) -> RenderableType:
     head.append(f"   {record.since(time.time()) if not record.ended_s else record.ended_s:.0f} s")
     if rewards:
         head.append(f"   reward {rewards[0]:.3f} → {rewards[-1]:.3f}", style="green")
+        head.append(f"   {record.example}", style="not bold")
     body = Group(head, Text(curve(rewards), style="green"), _transfers(record), _engines(settings, record))
     return Panel(body, title=title, border_style="cyan", width=min(CURVE_WIDTH + 26, 100))
 

@@ -72,6 +72,8 @@ class Record:
     commits: list[Commit] = field(default_factory=list)
     samples_of: dict[int, int] = field(default_factory=dict)
     """Engine → samples it made."""
+    example: str = ""
+    """A prompt and its newest answer, as a person would read them."""
     lost: dict[str, str] = field(default_factory=dict)
     """Engines that are gone, and how."""
     copy_ms: float = 0.0
