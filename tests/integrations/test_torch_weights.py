@@ -115,17 +115,35 @@ def test_weights_moved_in_inference_mode_can_be_moved_again():
 
 def test_fused_parameters_are_boxes_of_several_tensors():
     fused = torch.nn.Linear(4, 10, bias=False)
-    parts = {
-        "weight": [
-            Part(source="q.weight", shape=(8, 4), lo=(2, 0), extent=(3, 4), at=(0, 0)),
-            Part(source="k.weight", shape=(8, 4), lo=(0, 0), extent=(5, 4), at=(3, 0)),
-            Part(source="q.weight", shape=(8, 4), lo=(6, 2), extent=(2, 2), at=(8, 2)),
-        ]
-    }
-    held = weights_of(fused, parts=parts).held
-    assert [shard.tensor.name for shard in held] == ["q.weight", "k.weight", "box 2 of q.weight"]
+    parts = [
+        Part(source="q.weight", shape=(8, 4), lo=(2, 0), extent=(3, 4), at=(0, 0)),
+        Part(source="k.weight", shape=(8, 4), lo=(0, 0), extent=(5, 4), at=(3, 0)),
+        Part(source="q.weight", shape=(8, 4), lo=(6, 2), extent=(2, 2), at=(8, 0)),
+        Part(source="v.weight", shape=(2, 2), lo=(0, 0), extent=(2, 2), at=(8, 2)),
+    ]
+    held = weights_of(fused, parts={"weight": parts}).held
+    assert [shard.tensor.name for shard in held] == ["q.weight", "k.weight", "box 2 of q.weight", "v.weight"]
     assert held[2].aliases == ("q.weight",)
     start = fused.weight.data_ptr()
-    assert [shard.address - start for shard in held] == [0, 3 * 16, 8 * 16 + 8]
-    assert [shard.extent for shard in held] == [(3, 4), (5, 4), (2, 2)]
+    assert [shard.address - start for shard in held] == [0, 3 * 16, 8 * 16, 8 * 16 + 8]
+    assert [shard.extent for shard in held] == [(3, 4), (5, 4), (2, 2), (2, 2)]
     assert {shard.strides for shard in held} == {(4, 1)}
+    with pytest.raises(LayoutError, match="exactly once"):
+        weights_of(fused, parts={"weight": parts[:-1]})
+    with pytest.raises(LayoutError, match="exactly once"):
+        weights_of(fused, parts={"weight": [*parts[:-1], parts[-2]]})
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        Part(shape=(100, 4), lo=(0, 0), extent=(100, 4)),
+        Part(shape=(10, 4), lo=(6, 0)),
+        Part(shape=(10, 4), lo=(0, 0), at=(1, 0)),
+        Part(shape=(10, 4), lo=(-1, 0)),
+        Part(shape=(10,), lo=(0,)),
+    ],
+)
+def test_parts_outside_the_parameter_or_the_tensor_are_refused(part):
+    with pytest.raises(LayoutError, match="weight"):
+        weights_of(torch.nn.Linear(4, 10, bias=False), parts={"weight": part})

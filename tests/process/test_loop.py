@@ -133,6 +133,65 @@ def test_a_killed_trainer_is_a_clear_error_in_seconds(tmp_path, member):
     assert time.monotonic() - killer.killed_at < 30.0
 
 
+class Staller:
+    """Stops the only engine, each time longer than weft's controller waits for it, until a version was given up."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._run_dir, self._until, self._next = run_dir, None, 2
+
+    def __call__(self, record) -> None:
+        if self._until is not None and time.monotonic() > self._until:
+            self._tell(signal.SIGCONT)
+            self._until, self._next = None, len(record.iterations) + 2
+        given_up = any(version.reason for version in record.versions)
+        if self._until is None and len(record.iterations) >= self._next and not given_up:
+            self._tell(signal.SIGSTOP)
+            self._until = time.monotonic() + 6.5
+
+    def _tell(self, number: signal.Signals) -> None:
+        os.kill(json.loads((self._run_dir / "members.json").read_text())["engine 0"], number)
+
+
+def test_a_version_nobody_can_go_on_without_is_sent_again(tmp_path):
+    """In turn: the only engine stalls until its version is given up, and comes back."""
+    options = {"iterations": 16, "sync": True, "num_trainers": 2, "silence_s": 60.0}
+    settings = LoopSettings.of(**{**SMALL, **options})
+    record = run_here(settings, run_dir=tmp_path, watch=Staller(tmp_path))
+    found = record.summary()
+    assert found["num_aborted"] >= 1
+    assert (found["iterations"], found["exact"]) == (16, True)
+    assert {iteration.max_staleness for iteration in record.iterations} == {0}
+
+
+def test_an_engine_lost_before_the_first_version_is_an_error_at_once(tmp_path):
+    settings = LoopSettings.of(iterations=5, num_engines=2, timeout_s=100.0)
+    killed_at: list[float] = []
+
+    def kill(record) -> None:
+        if not killed_at:
+            os.kill(json.loads((tmp_path / "members.json").read_text())["engine 1"], signal.SIGKILL)
+            killed_at.append(time.monotonic())
+
+    with pytest.raises(PeerLost, match="engine 1 was killed by SIGKILL, before the first version"):
+        run_here(settings, run_dir=tmp_path, watch=kill)
+    assert time.monotonic() - killed_at[0] < 20.0
+
+
+def test_members_end_with_a_launcher_that_is_killed_at_any_moment(tmp_path):
+    command = [sys.executable, "-m", "weft", "rl", "--iterations", "100000", "--out", str(tmp_path)]
+    with subprocess.Popen(command, stderr=subprocess.DEVNULL) as process:
+        deadline = time.monotonic() + 30.0
+        while not (tmp_path / "members.json").exists():
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        process.kill()
+    pids = json.loads((tmp_path / "members.json").read_text()).values()
+    deadline = time.monotonic() + 20.0
+    while any(Path(f"/proc/{pid}/exe").exists() for pid in pids):
+        assert time.monotonic() < deadline, "a member was left behind"
+        time.sleep(0.05)
+
+
 def test_no_engine_left_is_an_error_that_says_so(tmp_path):
     settings = LoopSettings.of(iterations=100_000, rollouts_per_rank=8, timeout_s=60.0)
     with pytest.raises(PeerLost, match="no engine is left: engine 0 was killed by SIGKILL"):

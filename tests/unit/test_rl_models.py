@@ -155,6 +155,8 @@ def test_checkpoints_of_safetensors_are_loaded_whole_or_not_at_all(tmp_path):
     ("config", "message"),
     [
         ({"model_type": "mamba"}, "of the kind `mamba`"),
+        ({**CONFIGS["llama"], "rope_scaling": {"rope_type": "llama3"}}, "scaled rotary positions"),
+        ({**CONFIGS["llama"], "attention_bias": True, "hidden_act": "gelu"}, "attention_bias, activation gelu"),
         ({"model_type": "qwen3", "vocab_size": 32}, "does not say its"),
         ([1], "not a table"),
     ],
@@ -172,4 +174,13 @@ def test_models_too_small_for_a_task_or_not_divisible_are_refused(tmp_path):
         load_architecture(str(tmp_path))
     with pytest.raises(ConfigError, match="do not divide"):
         check_divides(load_architecture("tiny", vocab_size=TINY["hidden_size"]), 3)
-    assert load_architecture("Qwen/Qwen2.5-0.5B").hidden == 896
+    known = load_architecture("Qwen/Qwen2.5-0.5B")
+    assert (known.hidden, known.rope_theta) == (896, 1e6)
+
+
+def test_rounding_weights_leaves_rotary_frequencies_alone(tmp_path):
+    pytest.importorskip("transformers")
+    settings = LoopSettings.of(model=write(tmp_path, CONFIGS["qwen3"]), modules="transformers", dtype="bf16")
+    actor = build_actor(settings, load_architecture(settings.model))
+    assert {parameter.dtype for parameter in actor.parameters()} == {torch.bfloat16}
+    assert {buffer.dtype for buffer in actor.buffers()} <= {torch.float32}

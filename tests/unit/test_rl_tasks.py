@@ -62,3 +62,6 @@ def test_somebody_elses_task_can_be_loaded(tmp_path, monkeypatch):
     (tmp_path / "mine.py").write_text("from weft.rl.tasks import Sort\ntask = Sort(3)\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     assert load_task("mine:task").answer_tokens == 3
+    (tmp_path / "broken.py").write_text("undefined_name\n")
+    with pytest.raises(ConfigError, match="NameError"):
+        load_task("broken:task")

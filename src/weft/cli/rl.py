@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import importlib
 import logging
+import os
 import shlex
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -153,17 +155,21 @@ def _run(
     runs: list[LoopSettings] = [_load("settings").LoopSettings.of(**values, method=method) for method in methods]
     launch = _load("launch")
     logging.getLogger("weft").setLevel(logging.ERROR)  # members that leave are no news here
-    folder = out_dir or Path("runs") / time.strftime(f"{runs[0].task.rpartition('.')[2]}-%Y%m%d-%H%M%S")
+    is_member = launch.under_torchrun()
+    if is_member and len(runs) > 1:
+        raise ConfigError("under torchrun one method is run at a time", hint="start torchrun once for each --method")
+    mark = os.environ["TORCHELASTIC_RUN_ID"] if is_member else time.strftime("%Y%m%d-%H%M%S")
+    folder = out_dir or Path("runs") / f"{runs[0].task.replace(':', '.')}-{mark}"
     found = []
     for settings in runs:
         where = (folder if len(runs) == 1 else folder / settings.method.value).absolute()
-        with _watching(settings) as watch:
-            if launch.under_torchrun():
+        with _kept(settings, where) as watch:
+            if is_member:
                 record = launch.run_as_member(settings, run_dir=where, port=port, keys=keys, watch=watch)
             else:
                 record = launch.run_here(settings, run_dir=where, watch=watch)
         if record is not None:
-            found.append(_finish(record, settings, where))
+            found.append(record.summary(report=str(where / "report.html")))
     if not found:
         return
     if as_json:
@@ -176,17 +182,22 @@ def _run(
 
 
 @contextlib.contextmanager
-def _watching(settings: LoopSettings) -> Any:
-    with _load("live").live_view(settings, err) as watch:
-        yield watch
+def _kept(settings: LoopSettings, where: Path) -> Iterator[Callable[[Any], None]]:
+    """Shows a run while it goes on, and keeps report and record however it ends."""
+    newest = None
 
+    def see(record: Any) -> None:
+        nonlocal newest
+        newest = record
+        watch(record)
 
-def _finish(record: Any, settings: LoopSettings, where: Path) -> dict[str, Any]:
-    """Keep what happened; returns the summary."""
-    report = _load("report").write_report(record, settings, where / "report.html")
-    (where / "record.json").write_bytes(msgspec.json.encode(record.to_json()))
-    summary: dict[str, Any] = record.summary(report=str(report))
-    return summary
+    try:
+        with _load("live").live_view(settings, err) as watch:
+            yield see
+    finally:
+        if newest is not None:
+            _load("report").write_report(newest, settings, where / "report.html")
+            (where / "record.json").write_bytes(msgspec.json.encode(newest.to_json()))
 
 
 def _show_one(one: dict[str, Any]) -> None:

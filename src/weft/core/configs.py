@@ -1,12 +1,21 @@
-"""The `config.json` fields of the catalog's models that decide tensor names and shapes, as published."""
+"""The `config.json` fields of the catalog's models that decide tensor names, shapes and arithmetic, as published."""
 
 from __future__ import annotations
 
 from typing import Any
 
-_LLAMA = {"model_type": "llama", "vocab_size": 128256, "num_key_value_heads": 8, "tie_word_embeddings": False}
-_QWEN2 = {"model_type": "qwen2", "tie_word_embeddings": False}
-_QWEN3 = {"model_type": "qwen3", "vocab_size": 151936, "head_dim": 128, "tie_word_embeddings": False}
+_LLAMA = {
+    "model_type": "llama",
+    "vocab_size": 128256,
+    "num_key_value_heads": 8,
+    "tie_word_embeddings": False,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500_000.0,
+    "rope_scaling": {"rope_type": "llama3"},
+}
+_QWEN = {"tie_word_embeddings": False, "rms_norm_eps": 1e-6, "rope_theta": 1_000_000.0}
+_QWEN2 = {**_QWEN, "model_type": "qwen2"}
+_QWEN3 = {**_QWEN, "model_type": "qwen3", "vocab_size": 151936, "head_dim": 128}
 _QWEN3_MOE = {**_QWEN3, "model_type": "qwen3_moe", "num_key_value_heads": 4, "num_experts": 128}
 _FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
 _DEEPSEEK = {

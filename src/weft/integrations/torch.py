@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import bisect
 import itertools
+import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -104,12 +105,36 @@ def _problems(named: _Named) -> Iterator[str]:
         yield f"{name} is {local.layout}"
     elif any(stride < 1 for size, stride in zip(local.shape, local.stride(), strict=True) if size > 1):
         yield f"{name} has strides {tuple(local.stride())}"
+    yield from _part_problems(named)
     if isinstance(named.parameter, DTensor):
         yield from (
             f"{name} is placed as {placement}"
             for placement in named.parameter.placements
             if not (placement.is_shard() or isinstance(placement, Replicate) or _is_strided_shard(placement))
         )
+
+
+def _part_problems(named: _Named) -> Iterator[str]:
+    """Boxes must lie inside parameter and tensor, and fill the parameter once."""
+    whole = tuple(named.local.shape)
+    boxes = []
+    for part in named.parts:
+        at, extent = part.at or (0,) * len(whole), part.extent or whole
+        if not len(at) == len(extent) == len(part.lo) == len(part.shape) == len(whole):
+            yield f"{named.names[0]} has {len(whole)} dimensions, a part of it does not"
+            return
+        inside = all(a >= 0 and n > 0 and a + n <= size for a, n, size in zip(at, extent, whole, strict=True))
+        inside &= all(lo >= 0 and lo + n <= size for lo, n, size in zip(part.lo, extent, part.shape, strict=True))
+        if not inside:
+            source = f"{part.source or named.names[0]} {list(part.shape)}"
+            yield f"{named.names[0]} {list(whole)}: {list(extent)} at {list(at)}, from {list(part.lo)} of {source}"
+        boxes.append((at, extent))
+    apart = all(
+        any(a + n <= b or b + m <= a for a, n, b, m in zip(*one, *other, strict=True))
+        for one, other in itertools.combinations(boxes, 2)
+    )
+    if boxes and (not apart or sum(math.prod(extent) for _, extent in boxes) != named.local.numel()):
+        yield f"{named.names[0]} is not filled exactly once by its parts"
 
 
 def _device(tensor: torch.Tensor) -> str:

@@ -88,12 +88,25 @@ def _architecture(name: str, config: Mapping[str, Any]) -> Architecture:
     kind = str(config.get("model_type", ""))
     if kind not in (*GATED, "gpt2"):
         raise ConfigError(f"`{name}` is of the kind `{kind}`", hint=f"one of {', '.join(GATED)}, gpt2")
+    _refuse_unsupported(name, config)
     try:
         return _gpt2(config) if kind == "gpt2" else _gated(kind, config)
     except (KeyError, TypeError, ValueError) as error:
         raise ConfigError(
             f"`{name}` does not say its {error}", hint="a config.json as Hugging Face writes it"
         ) from None
+
+
+def _refuse_unsupported(name: str, config: Mapping[str, Any]) -> None:
+    """What these decoders do not do must not be left out silently."""
+    rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    is_scaled = str(rope.get("rope_type", rope.get("type", "default"))) != "default"
+    flags = [flag for flag in ("attention_bias", "mlp_bias", "use_sliding_window") if config.get(flag)]
+    problems = [*flags, *(["scaled rotary positions"] if is_scaled else [])]
+    if config.get("hidden_act", "silu") != "silu" and config.get("model_type") != "gpt2":
+        problems.append(f"activation {config['hidden_act']}")
+    if problems:
+        raise ConfigError(f"`{name}` has {', '.join(problems)}", hint="these are not supported by weft's engines")
 
 
 def _gated(kind: str, config: Mapping[str, Any]) -> Architecture:

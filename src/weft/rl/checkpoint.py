@@ -44,6 +44,16 @@ def load(settings: LoopSettings, optimizer: MasterAdamW, rank: int) -> int:
     return iteration
 
 
+def check(settings: LoopSettings) -> None:
+    """Raise unless there is something to resume from, or a folder without another run's checkpoints."""
+    if settings.resume:
+        newest(settings)
+    elif settings.checkpoint_every and _complete(settings):
+        raise ConfigError(
+            f"`{settings.checkpoint_dir}` has checkpoints already", hint="add --resume, or choose another folder"
+        )
+
+
 def newest(settings: LoopSettings) -> tuple[Path, int]:
     """The newest complete checkpoint and its iteration; raises if there is none, or it is of another run."""
     found = _complete(settings)

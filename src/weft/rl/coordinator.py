@@ -1,7 +1,7 @@
 """The coordinator: hands out jobs, collects samples, keeps the record. One for each run, beside weft's controller.
 
     consumes      Hello, Ask, Busy, Made, Take, Trained, Offer, Sent, Served, Done, Failed      from members
-    produces      Job, Hold, Receive, Batch, Stop
+    produces      Job, Hold, Receive, Batch, Again, Stop
     waits for     messages, a twentieth of a second at most              unblocked by   the network, `close`
 
 One thread owns the socket and all state. An engine that falls silent is lost: its jobs go to others. The run ends when
@@ -21,6 +21,7 @@ import numpy as np
 from weft.errors import ProtocolError
 from weft.rl.ledger import Ledger
 from weft.rl.messages import (
+    Again,
     Ask,
     Batch,
     Busy,
@@ -79,6 +80,8 @@ class Coordinator:
         """Engine → when it was heard of."""
         self._takes: dict[int, tuple[str, int]] = {}
         """Trainer rank → its connection and the iteration it waits for."""
+        self._was_given_up = False
+        """Whether the newest version whose end is known did not reach the engines."""
         self._offered: int | None = None
         self._done: set[int] = set()
         self._requests: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
@@ -146,6 +149,7 @@ class Coordinator:
     def _engine_says(self, sender: str, message: Any) -> None:
         match message:
             case Ask(engine=engine, version=version):
+                self.record.lost.pop(f"engine {engine}", None)  # it was silent, not gone
                 self._server.send(sender, self._answer(engine, version))
             case Made(engine=engine, job=job, samples=samples):
                 self._made(engine, job, samples)
@@ -193,6 +197,14 @@ class Coordinator:
             else:
                 continue
             del self._takes[rank]
+        self._send_again()
+
+    def _send_again(self) -> None:
+        """If the newest version was given up and all trainers wait for samples, let them send it again."""
+        if self._was_given_up and len(self._takes) == self._settings.num_trainers:
+            self._was_given_up = False
+            for sender, _ in self._takes.values():
+                self._server.send(sender, Again())
 
     def _trained(self, iteration: int, metrics: dict[str, float]) -> None:
         batch = self._ledger.batch(iteration)
@@ -214,6 +226,8 @@ class Coordinator:
         self._ledger.finished(iteration)
 
     def _sent(self, message: Sent) -> None:
+        self._was_given_up = bool(message.reason)
+        self._send_again()
         num_bytes = message.num_bytes
         if self._transfers is not None and self._settings.method is Method.WEFT:
             statistics = self._transfers()
@@ -264,6 +278,8 @@ class Coordinator:
         self._ledger.lost(engine)
         if self._settings.method is not Method.WEFT:
             self._fail(f"engine {engine} {how}; a broadcast needs everybody")
+        elif not self.record.committed:
+            self._fail(f"engine {engine} {how}, before the first version was there: until then everybody is needed")
         elif len(self.record.lost) == self._settings.num_engines:
             self._fail("no engine is left: " + ", ".join(f"{name} {why}" for name, why in self.record.lost.items()))
 

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, Self
 
 import msgspec
+import torch
 from torch._C._distributed_c10d import TCPStore
 
 from weft import Controller, TransferSettings
@@ -34,6 +35,7 @@ from weft.rl.engine_model import check_divides
 from weft.rl.links import Links
 from weft.rl.methods import check_method
 from weft.rl.policy import check_modules
+from weft.rl.rank import run_rank
 from weft.rl.record import Record
 from weft.rl.settings import LoopSettings
 from weft.rl.tasks import load_task
@@ -43,6 +45,8 @@ TICK_S = 0.1
 STOP_S = 5.0
 """How long members get to end by themselves, and again after being told to."""
 LOG_LINES = 15
+SILENCE_S = 5.0
+"""Of weft's controller, at most: a version waits for an engine no longer; one that comes back joins again."""
 Watch = Callable[[Record], None]
 
 
@@ -91,6 +95,7 @@ def transfer_settings(settings: LoopSettings) -> TransferSettings:
         delta=DeltaPolicy.ON if settings.delta else DeltaPolicy.OFF,
         transport=settings.transport,
         version_s=settings.timeout_s,
+        silence_s=min(settings.silence_s, SILENCE_S),
     )
 
 
@@ -119,8 +124,9 @@ def check_runnable(settings: LoopSettings) -> None:
     architecture = load_architecture(settings.model, vocab_size=load_task(settings.task).vocab_size)
     check_modules(settings, architecture)
     check_divides(architecture, settings.ranks_per_engine)
-    if settings.resume:
-        checkpoint.newest(settings)
+    checkpoint.check(settings)
+    if settings.device != "cpu" and not torch.cuda.is_available():
+        raise ConfigError("there is no GPU that torch can use", hint="--device cpu")
 
 
 def run_here(settings: LoopSettings, *, run_dir: Path, watch: Watch = lambda _: None) -> Record:
@@ -150,7 +156,11 @@ def run_here(settings: LoopSettings, *, run_dir: Path, watch: Watch = lambda _: 
 
 @contextlib.contextmanager
 def _store() -> Iterator[Any]:
-    yield TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    """Torch's store, on loopback only: by itself it would listen everywhere."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        port = listening.getsockname()[1]
+        descriptor = os.dup(listening.fileno())  # the store closes it
+        yield TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=descriptor)
 
 
 def _write(run_dir: Path, settings: LoopSettings, links: Links) -> None:
@@ -166,7 +176,14 @@ def _start(settings: LoopSettings, run_dir: Path, rank: int) -> _Member:
     number = rank - settings.num_trainers
     name = f"trainer {rank}" if number < 0 else f"engine {number}"
     path = run_dir / "logs" / f"{name.replace(' ', '-')}.log"
-    environment = {**os.environ, "RANK": str(rank), "LOCAL_RANK": str(rank), "PYTHONUNBUFFERED": "1"}
+    environment = {
+        "GLOO_SOCKET_IFNAME": "lo",  # nobody else needs to reach this run
+        **os.environ,
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WEFT_LAUNCHER": str(os.getpid()),
+        "PYTHONUNBUFFERED": "1",
+    }
     with path.open("wb") as log:
         process = subprocess.Popen(
             [sys.executable, "-m", "weft.rl.member", str(run_dir)],
@@ -187,6 +204,13 @@ def _watch_over(members: list[_Member], coordinator: Coordinator, watch: Watch) 
                 member.is_gone = True
                 _gone(member, coordinator)
         watch(coordinator.record)
+    deadline = time.monotonic() + STOP_S
+    while (
+        not coordinator.failure
+        and time.monotonic() < deadline
+        and any(member.process.poll() is None for member in members)
+    ):
+        time.sleep(0.02)
     if coordinator.failure:
         _stop(members)
         words = "\n".join(
@@ -195,9 +219,6 @@ def _watch_over(members: list[_Member], coordinator: Coordinator, watch: Watch) 
             if member.name in coordinator.failure and member.last_words()
         )
         raise PeerLost(coordinator.failure, hint=words or "logs are beside the report")
-    deadline = time.monotonic() + STOP_S
-    while time.monotonic() < deadline and any(member.process.poll() is None for member in members):
-        time.sleep(0.02)
 
 
 def _gone(member: _Member, coordinator: Coordinator) -> None:
@@ -229,8 +250,6 @@ def run_as_member(
     settings: LoopSettings, *, run_dir: Path, port: int, keys: str, watch: Watch = lambda _: None
 ) -> Record | None:
     """Be the rank torchrun says; the first also holds controller and coordinator, and returns the record."""
-    from weft.rl.member import run_member  # noqa: PLC0415  # members import launch's neighbours, not launch
-
     check_runnable(settings)
     rank, local_rank = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
     world = int(os.environ["WORLD_SIZE"])
@@ -240,6 +259,8 @@ def run_as_member(
             f"{settings.num_engine_ranks} engine ranks",
             hint="--nnodes × --nproc-per-node must be their sum",
         )
+    if settings.check_bits and os.environ.get("LOCAL_WORLD_SIZE") != str(world):
+        raise ConfigError("--check-bits compares through files of one machine", hint="leave it out on several nodes")
     host = socket.gethostbyname(os.environ["MASTER_ADDR"])
     links = Links(
         controller=f"tcp://{host}:{port}",
@@ -251,16 +272,18 @@ def run_as_member(
     )
     run_dir.mkdir(parents=True, exist_ok=True)
     if rank != 0:
-        run_member(settings, links, rank=rank, local_rank=local_rank)
+        run_rank(settings, links, rank=rank, local_rank=local_rank)
         return None
     with Heart(settings, host=host, port=port, keys=keys) as heart, _watching(heart.coordinator, watch):
         try:
-            run_member(settings, links, rank=rank, local_rank=local_rank)
+            run_rank(settings, links, rank=rank, local_rank=local_rank)
         except Exception as error:
             raise PeerLost(heart.coordinator.failure or str(error)) from error
         if not heart.coordinator.ended.wait(settings.timeout_s):
             raise PeerLost("other trainers are not done")
         time.sleep(1.0)  # engines ask once more, and are told to stop
+        if heart.coordinator.failure:
+            raise PeerLost(heart.coordinator.failure)
         return heart.coordinator.record
 
 

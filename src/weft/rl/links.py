@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Self
 
@@ -18,6 +19,8 @@ from weft.rl.messages import ToMember
 from weft.rl.settings import LoopSettings
 from weft.runtime.channel import Client
 from weft.runtime.keys import load_keys, load_public
+
+LISTEN_S = 0.2
 
 
 class Links(msgspec.Struct, frozen=True, kw_only=True):
@@ -60,11 +63,16 @@ class Conversation:
     def ask(self, message: Any) -> Any:
         """Send, and wait for the answer."""
         self._client.send(message)
+        return self.listen()
+
+    def listen(self, *, meanwhile: Callable[[], None] = lambda: None) -> Any:
+        """The next answer; `meanwhile` is called now and then."""
         deadline = time.monotonic() + self._timeout_s
         while time.monotonic() < deadline:
-            answer = self._client.receive(0.5)
+            answer = self._client.receive(LISTEN_S)
             if answer is not None:
                 return answer
+            meanwhile()
         raise PeerLost(f"the coordinator has not answered {self.member} for {self._timeout_s:.0f} s")
 
     def close(self) -> None:

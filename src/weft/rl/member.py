@@ -1,59 +1,40 @@
-"""One process of the loop: a trainer rank or an engine rank. Started by `weft.rl.launch`, or by torchrun.
+"""The process `weft.rl.launch` starts for every rank.
 
-RANK=1 LOCAL_RANK=1 python -m weft.rl.member RUN_DIR
+RANK=1 LOCAL_RANK=1 WEFT_LAUNCHER=4711 python -m weft.rl.member RUN_DIR
 """
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import os
 import signal
 import sys
 from pathlib import Path
 
-import msgspec
-import torch
-
-from weft.errors import WeftError
-from weft.rl.engine import Engine
-from weft.rl.links import Conversation, Links
-from weft.rl.messages import Failed
-from weft.rl.methods import use_plugins
-from weft.rl.settings import LoopSettings
-from weft.rl.trainer import Trainer
-
 PR_SET_PDEATHSIG = 1
 
 
-def run_member(settings: LoopSettings, links: Links, *, rank: int, local_rank: int) -> None:
-    """Be one rank until the run is over; first come the trainers, then the engines."""
-    torch.set_num_threads(settings.num_threads or max(1, (os.cpu_count() or 1) // settings.world_size))
-    use_plugins(settings)
-    is_trainer = rank < settings.num_trainers
-    name = f"trainer {rank}" if is_trainer else f"engine {rank - settings.num_trainers}"
-    member: Trainer | Engine | None = None
-    try:
-        if is_trainer:
-            member = Trainer(settings, links, rank=rank, local_rank=local_rank)
-        else:
-            member = Engine(settings, links, rank=rank - settings.num_trainers, local_rank=local_rank)
-        member.run()
-    except Exception as error:
-        reason = f"{type(error).__name__}: {error}"
-        with contextlib.suppress(WeftError), Conversation(links, f"{name} fails", settings.timeout_s) as talk:
-            talk.say(Failed(member=name, reason=reason))
-        raise
-    member.close()
+def die_with_launcher() -> None:
+    """Nobody is left behind: the kernel ends this process with its launcher, and it may be too late already."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != int(os.environ["WEFT_LAUNCHER"]):
+        sys.exit("the launcher is gone")
 
 
 def main() -> None:
-    """Read what the launcher wrote."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # nobody is left behind
+    """Read what the launcher wrote, and be that rank."""
+    die_with_launcher()
+
+    import msgspec  # noqa: PLC0415  # everything else, and torch above all, takes seconds
+
+    from weft.rl.links import Links  # noqa: PLC0415
+    from weft.rl.rank import run_rank  # noqa: PLC0415
+    from weft.rl.settings import LoopSettings  # noqa: PLC0415
+
     run_dir = Path(sys.argv[1])
     settings = msgspec.json.decode((run_dir / "settings.json").read_bytes(), type=LoopSettings)
     links = msgspec.json.decode((run_dir / "links.json").read_bytes(), type=Links)
-    run_member(settings, links, rank=int(os.environ["RANK"]), local_rank=int(os.environ["LOCAL_RANK"]))
+    run_rank(settings, links, rank=int(os.environ["RANK"]), local_rank=int(os.environ["LOCAL_RANK"]))
 
 
 if __name__ == "__main__":

@@ -165,10 +165,14 @@ class Batch(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     samples: Samples
 
 
+class Again(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+    """To all trainers, which wait for samples: the last version was given up and nobody can go on without it."""
+
+
 class Stop(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     """The run is over; `reason` says why, if it failed."""
 
     reason: str = ""
 
 
-ToMember = Job | Hold | Receive | Batch | Stop
+ToMember = Job | Hold | Receive | Batch | Again | Stop

@@ -28,11 +28,18 @@ if TYPE_CHECKING:
     from weft.runtime.sender import Publication
 
 
+ATTEMPTS = 1_000
+"""Weft's version numbers of one policy: the policy's times this, and one more for every attempt to send it."""
+
+
 class Sending(Protocol):
     """A trainer's side."""
 
     def publish(self, version: int) -> None:
         """Give the weights to the engines."""
+
+    def publish_again(self) -> None:
+        """The last version was given up: send the same weights again."""
 
     def wait_released(self) -> None:
         """Wait until the weights may change."""
@@ -58,8 +65,17 @@ class WeftSending:
 
     def publish(self, version: int) -> None:
         """Returns at once."""
+        self._publish(version * ATTEMPTS)
+
+    def publish_again(self) -> None:
+        """Weft's version numbers must grow; the policy's does not."""
+        self.wait_released()
+        if self._publication is not None:
+            self._publish(self._publication.version + 1)
+
+    def _publish(self, number: int) -> None:
         began = time.time()
-        self._publication = publication = self._sender.publish(version=version)
+        self._publication = publication = self._sender.publish(version=number)
         self._seen.append(self._watcher.submit(self._watch, publication, began))
 
     def _watch(self, publication: Publication, began: float) -> Sent:
@@ -74,7 +90,7 @@ class WeftSending:
             reason = str(error)
         ended = time.time()
         return Sent(
-            version=publication.version,
+            version=publication.version // ATTEMPTS,
             published_at=began,
             released_at=released,
             committed_at=ended,
@@ -127,6 +143,9 @@ class CollectiveSending:
         sent = Sent(version=version, published_at=began, released_at=ended, committed_at=ended, num_bytes=num_bytes)
         self._sent.append(sent)
 
+    def publish_again(self) -> None:
+        """Never needed: a broadcast that fails ends the run."""
+
     def wait_released(self) -> None:
         """Nothing is under way."""
 
@@ -178,8 +197,8 @@ class WeftReceiving:
     @property
     def version(self) -> int:
         """It serves; -1 before the first."""
-        version = self._receiver.version
-        return -1 if version is None else version
+        number = self._receiver.version
+        return -1 if number is None else number // ATTEMPTS
 
     def close(self) -> None:
         """Leave."""

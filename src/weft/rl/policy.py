@@ -170,7 +170,9 @@ def build_actor(settings: LoopSettings, architecture: Architecture) -> Actor:
     actor = Actor(policy, architecture.hidden)
     if settings.weights:
         _load(policy, Path(settings.weights))
-    return actor.to(DTYPES[settings.dtype]).eval()  # nothing is dropped at random: engines would not agree
+    for parameter in actor.parameters():  # not buffers: rounded frequencies would turn positions elsewhere
+        parameter.data = parameter.data.to(DTYPES[settings.dtype])
+    return actor.eval()  # nothing is dropped at random: engines would not agree
 
 
 def layers_of(policy: nn.Module) -> Iterator[nn.Module]:
@@ -227,6 +229,8 @@ def _load(policy: nn.Module, path: Path) -> None:
         except Exception as error:  # safetensors raises its own, undeclared
             raise ConfigError(f"cannot read `{file}`: {error}") from error
     wanted = dict(policy.named_parameters())
+    short = {name: name.partition(".")[2] for name in wanted}  # some checkpoints are of the model without its head
+    found |= {name: found[short[name]] for name in wanted if name not in found and short[name] in found}
     missing = sorted(set(wanted) - set(found))
     wrong = sorted(name for name in wanted if name in found and found[name].shape != wanted[name].shape)
     if missing or wrong:

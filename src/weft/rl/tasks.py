@@ -11,6 +11,7 @@ Others are added by `--task my.module:task`, any object with the attributes of T
 from __future__ import annotations
 
 import importlib
+import sys
 from typing import Any, Protocol
 
 import numpy as np
@@ -152,10 +153,12 @@ def load_task(name: str) -> Task:
     module, _, attribute = name.partition(":")
     if not attribute:
         raise ConfigError(f"unknown task `{name}`", hint=f"one of {', '.join(TASKS)}, or my.module:task")
+    if "" not in sys.path:
+        sys.path.insert(0, "")  # modules of the folder one is in, as `python -m` finds them
     try:
         task: Any = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError(f"cannot load the task `{name}`: {error}") from error
+    except Exception as error:  # whatever somebody's module raises
+        raise ConfigError(f"cannot load the task `{name}`: {type(error).__name__}: {error}") from error
     wanted = ("vocab_size", "prompt_tokens", "answer_tokens", "prompts", "rewards", "text")
     missing = [attribute for attribute in wanted if not hasattr(task, attribute)]
     if missing:

@@ -25,13 +25,16 @@ from weft.errors import PeerLost, ProtocolError
 from weft.rl import checkpoint, ppo
 from weft.rl.architecture import load_architecture
 from weft.rl.links import Conversation, Group, Links, device_of
-from weft.rl.messages import Batch, Done, Hello, Offer, Samples, Stop, Take, Trained, unpack
+from weft.rl.messages import Again, Batch, Done, Hello, Offer, Samples, Stop, Take, Trained, unpack
 from weft.rl.methods import CollectiveSending, Sending, WeftSending, full_tensors
 from weft.rl.optimizer import MasterAdamW
 from weft.rl.policy import Actor, build_actor, layers_of
 from weft.rl.settings import LoopSettings, Method, Precision, Wrapping
 from weft.rl.tasks import load_task
 from weft.rl.verification import Expected
+
+AGAIN_S = 0.2
+"""Before a version that was given up is sent again."""
 
 
 class Trainer:
@@ -116,13 +119,18 @@ class Trainer:
             checkpoint.save(self.settings, self._optimizer, self.rank, self._iteration)
 
     def _take(self) -> Samples:
-        match self._talk.ask(Take(rank=self.rank, iteration=self._iteration)):
-            case Batch(iteration=iteration, samples=samples) if iteration == self._iteration:
-                return samples
-            case Stop(reason=reason):
-                raise PeerLost(f"the run was stopped: {reason or 'it is over'}")
-            case answer:
-                raise ProtocolError(f"trainer {self.rank} asked for iteration {self._iteration} and got {answer}")
+        self._talk.say(Take(rank=self.rank, iteration=self._iteration))
+        while True:
+            match self._talk.listen(meanwhile=self._report):
+                case Batch(iteration=iteration, samples=samples) if iteration == self._iteration:
+                    return samples
+                case Again():
+                    time.sleep(AGAIN_S)
+                    self._sending.publish_again()
+                case Stop(reason=reason):
+                    raise PeerLost(f"the run was stopped: {reason or 'it is over'}")
+                case answer:
+                    raise ProtocolError(f"trainer {self.rank} asked for iteration {self._iteration} and got {answer}")
 
     @torch.no_grad()
     def _score(self, samples: Samples) -> ppo.Scored:

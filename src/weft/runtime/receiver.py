@@ -210,7 +210,7 @@ class Receiver:
             self._raise_error()
             self._do_engine_task()
             is_late = not self._changed.wait(max(deadline - time.monotonic(), 0.0))
-            if is_late and not self._paused:
+            if is_late and not self._paused and self._decision is None:
                 raise TransferTimeout(f"{self.member} got no version in time")
         version = self._decision.version if self._decision is not None else self._pending
         assert version is not None

@@ -1,0 +1,40 @@
+"""One process of the loop: a trainer rank or an engine rank. Started by `weft.rl.launch`, or by torchrun.
+
+RANK=1 LOCAL_RANK=1 python -m weft.rl.member RUN_DIR
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+
+import torch
+
+from weft.errors import WeftError
+from weft.rl.engine import Engine
+from weft.rl.links import Conversation, Links
+from weft.rl.messages import Failed
+from weft.rl.methods import use_plugins
+from weft.rl.settings import LoopSettings
+from weft.rl.trainer import Trainer
+
+
+def run_rank(settings: LoopSettings, links: Links, *, rank: int, local_rank: int) -> None:
+    """Be one rank until the run is over; first come the trainers, then the engines."""
+    torch.set_num_threads(settings.num_threads or max(1, (os.cpu_count() or 1) // settings.world_size))
+    use_plugins(settings)
+    is_trainer = rank < settings.num_trainers
+    name = f"trainer {rank}" if is_trainer else f"engine {rank - settings.num_trainers}"
+    member: Trainer | Engine | None = None
+    try:
+        if is_trainer:
+            member = Trainer(settings, links, rank=rank, local_rank=local_rank)
+        else:
+            member = Engine(settings, links, rank=rank - settings.num_trainers, local_rank=local_rank)
+        member.run()
+    except Exception as error:
+        reason = f"{type(error).__name__}: {error}"
+        with contextlib.suppress(WeftError), Conversation(links, f"{name} fails", settings.timeout_s) as talk:
+            talk.say(Failed(member=name, reason=reason))
+        raise
+    member.close()
