@@ -3,7 +3,7 @@
 Iteration i is trained on batch i, with the policy after i updates. An engine may begin a job of batch i only if it
 serves version i - s or later: no sample is ever more than s versions older than the policy it trains.
 
-    ledger = Ledger(batch=256, num_jobs=2, staleness=1, seed=0)
+    ledger = Ledger(batch_size=256, num_jobs=2, staleness=1, seed=0, num_batches=100)
     ledger.next_job(engine=0, version=0)          # Job: of batch 0
     ledger.made(job, samples)                     # the last one: batch 0 is whole
     ledger.batch(0)                               # its samples, in the order of the jobs
