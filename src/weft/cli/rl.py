@@ -10,7 +10,7 @@ import shlex
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import msgspec
 import typer
@@ -19,10 +19,9 @@ from rich.table import Table
 from weft.cli.case_options import Json
 from weft.cli.output import err, out, print_json, print_text, show_facts
 from weft.errors import ConfigError
+from weft.rl.settings import LoopSettings
 
-if TYPE_CHECKING:
-    from weft.rl.settings import LoopSettings
-
+DEFAULT = LoopSettings()
 DEMO: dict[str, Any] = {"task": "sort", "model": "tiny", "num_engines": 2, "iterations": 200, "max_staleness": 1}
 
 
@@ -39,87 +38,62 @@ def demo_command(
 
 
 def rl_command(
-    task: Annotated[str, typer.Option(help="sort, reverse, brackets, add, or my.module:task.")] = "sort",
+    context: typer.Context,
+    task: Annotated[str, typer.Option(help="sort, reverse, brackets, add, or my.module:task.")] = DEFAULT.task,
     model: Annotated[
         str, typer.Option("--model", "--model-name", help="tiny, a name of the catalog, or a config.json.")
-    ] = "tiny",
+    ] = DEFAULT.model,
     weights: Annotated[str, typer.Option(help="safetensors to start from; random weights without.")] = "",
-    modules: Annotated[str, typer.Option(help="builtin, or transformers: Hugging Face's modules.")] = "builtin",
-    dtype: Annotated[str, typer.Option(help="Of the trainers' weights: bf16 (with FP32 masters) or fp32.")] = "bf16",
-    trainers: Annotated[int, typer.Option("--trainers", "--num-training", help="Trainer ranks.")] = 1,
-    trainer: Annotated[str, typer.Option(help="ddp or fsdp2.")] = "ddp",
-    engines: Annotated[int, typer.Option("--engines", "--num-inference", help="Engines; each a replica.")] = 1,
-    tp: Annotated[int, typer.Option(help="Ranks of each engine: tensor parallel.")] = 1,
-    engine_dtype: Annotated[str, typer.Option(help="bf16, fp32 or fp8; as trainers' without.")] = "",
+    modules: Annotated[str, typer.Option(help="builtin, or transformers: Hugging Face's modules.")] = DEFAULT.modules,
+    dtype: Annotated[
+        str, typer.Option(help="Of the trainers' weights: bf16 (with FP32 masters) or fp32.")
+    ] = DEFAULT.dtype,
+    num_trainers: Annotated[int, typer.Option("--trainers", "--num-training", help="Trainer ranks.")] = 1,
+    trainer: Annotated[str, typer.Option(help="ddp or fsdp2.")] = DEFAULT.trainer,
+    num_engines: Annotated[int, typer.Option("--engines", "--num-inference", help="Engines; each a replica.")] = 1,
+    ranks_per_engine: Annotated[int, typer.Option("--tp", help="Ranks of each engine: tensor parallel.")] = 1,
+    engine_dtype: Annotated[str | None, typer.Option(help="bf16, fp32 or fp8; as trainers' without.")] = None,
     method: Annotated[
         list[str] | None,
         typer.Option("--method", "--transfer-method", help="weft, broadcast, gather, uccl; several are compared."),
     ] = None,
-    mode: Annotated[str, typer.Option(help="weft's: shadow, in_place, patch.")] = "shadow",
+    mode: Annotated[str, typer.Option(help="weft's: shadow, in_place, patch.")] = DEFAULT.mode,
     delta: Annotated[bool, typer.Option(help="weft's: send only what changed.")] = False,
-    transport: Annotated[str, typer.Option(help="weft's: auto, or one for every link.")] = "auto",
+    transport: Annotated[str, typer.Option(help="weft's: auto, or one for every link.")] = DEFAULT.transport,
     sync: Annotated[bool, typer.Option("--sync", help="Generate, train, transfer in turn.")] = False,
-    max_staleness: Annotated[int, typer.Option(help="Versions a sample may be older than the policy.")] = 1,
+    max_staleness: Annotated[
+        int, typer.Option(help="Versions a sample may be older than the policy.")
+    ] = DEFAULT.max_staleness,
     freeze_engines: Annotated[bool, typer.Option(help="For comparison: engines keep version 0.")] = False,
     check_bits: Annotated[bool, typer.Option(help="Engines compare every version bit for bit.")] = False,
-    iterations: Annotated[int, typer.Option("--iterations", "--rl-iterations")] = 100,
-    rollouts: Annotated[
+    iterations: Annotated[int, typer.Option("--iterations", "--rl-iterations")] = DEFAULT.iterations,
+    rollouts_per_rank: Annotated[
         int, typer.Option("--rollouts", "--rollouts-per-rank", "--rollouts-per-gpu", help="Samples a trainer rank.")
-    ] = 128,
-    ppo_epochs: Annotated[int, typer.Option("--ppo-epochs")] = 2,
-    minibatches: Annotated[int, typer.Option()] = 2,
-    lr: Annotated[float, typer.Option()] = 1e-3,
-    kl_coef: Annotated[float, typer.Option(help="Pull towards the first policy.")] = 0.0,
-    entropy_coef: Annotated[float, typer.Option()] = 0.02,
-    gamma: Annotated[float, typer.Option(help="0: every token earns by itself; 1: rewards at the end.")] = 0.0,
-    seed: Annotated[int, typer.Option()] = 0,
-    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    ] = DEFAULT.rollouts_per_rank,
+    ppo_epochs: Annotated[int, typer.Option()] = DEFAULT.ppo_epochs,
+    minibatches: Annotated[int, typer.Option()] = DEFAULT.minibatches,
+    lr: Annotated[float, typer.Option()] = DEFAULT.lr,
+    kl_coef: Annotated[float, typer.Option(help="Pull towards the first policy.")] = DEFAULT.kl_coef,
+    entropy_coef: Annotated[float, typer.Option()] = DEFAULT.entropy_coef,
+    gamma: Annotated[
+        float, typer.Option(help="0: every token earns by itself; 1: rewards at the end.")
+    ] = DEFAULT.gamma,
+    seed: Annotated[int, typer.Option()] = DEFAULT.seed,
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = DEFAULT.device,
     checkpoint_dir: Annotated[str, typer.Option(help="Where checkpoints go.")] = "",
     checkpoint_every: Annotated[int, typer.Option(help="Iterations between checkpoints; 0: none.")] = 0,
     resume: Annotated[bool, typer.Option("--resume", help="Continue from the newest checkpoint.")] = False,
-    timeout_s: Annotated[float, typer.Option(help="How long any member waits for any other.")] = 120.0,
-    silence_s: Annotated[float, typer.Option(help="An engine silent for this long is lost.")] = 20.0,
+    timeout_s: Annotated[float, typer.Option(help="How long any member waits for any other.")] = DEFAULT.timeout_s,
+    silence_s: Annotated[float, typer.Option(help="An engine silent for this long is lost.")] = DEFAULT.silence_s,
     port: Annotated[int, typer.Option(help="Under torchrun: of the controller; the next one is taken too.")] = 7070,
     keys: Annotated[str, typer.Option(help="Under torchrun: folder of `weft keys controller member`.")] = "",
     out_dir: Annotated[Path | None, typer.Option("--out", help="Where report and logs go.")] = None,
     as_json: Json = False,
 ) -> None:
     """Asynchronous PPO: trainers and engines as processes, connected by weft. Under torchrun, on many nodes."""
-    values = {
-        "task": task,
-        "model": model,
-        "weights": weights,
-        "modules": modules,
-        "dtype": dtype,
-        "num_trainers": trainers,
-        "trainer": trainer,
-        "num_engines": engines,
-        "ranks_per_engine": tp,
-        "engine_dtype": engine_dtype or None,
-        "mode": mode,
-        "delta": delta,
-        "transport": transport,
-        "sync": sync,
-        "max_staleness": max_staleness,
-        "freeze_engines": freeze_engines,
-        "check_bits": check_bits,
-        "iterations": iterations,
-        "rollouts_per_rank": rollouts,
-        "ppo_epochs": ppo_epochs,
-        "minibatches": minibatches,
-        "lr": lr,
-        "kl_coef": kl_coef,
-        "entropy_coef": entropy_coef,
-        "gamma": gamma,
-        "seed": seed,
-        "device": device,
-        "checkpoint_dir": checkpoint_dir,
-        "checkpoint_every": checkpoint_every,
-        "resume": resume,
-        "timeout_s": timeout_s,
-        "silence_s": silence_s,
-    }
-    _run(values, methods=method or ["weft"], out_dir=out_dir, as_json=as_json, port=port, keys=keys)
+    values = {name: value for name, value in context.params.items() if name in LoopSettings.__struct_fields__}
+    del values["method"]
+    _run(values, methods=method or [DEFAULT.method], out_dir=out_dir, as_json=as_json, port=port, keys=keys)
 
 
 def env_command(
@@ -152,7 +126,7 @@ def _run(
     keys: str = "",
 ) -> None:
     """Run each method, with the same seed; say what came of it."""
-    runs: list[LoopSettings] = [_load("settings").LoopSettings.of(**values, method=method) for method in methods]
+    runs = [LoopSettings.of(**values, method=method) for method in methods]
     launch = _load("launch")
     logging.getLogger("weft").setLevel(logging.ERROR)  # members that leave are no news here
     is_member = launch.under_torchrun()

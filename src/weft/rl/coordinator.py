@@ -143,6 +143,7 @@ class Coordinator:
                 self._served(message)
             case Failed(member=member, reason=reason):
                 self._member_failed(member, reason)
+                self._server.send(sender, Stop(reason=reason))
             case _:
                 self._trainer_says(sender, message)
 
@@ -167,6 +168,7 @@ class Coordinator:
                 self._sent(message)
             case Done(rank=rank):
                 self._done.add(rank)
+                self._server.send(sender, Stop())
                 if len(self._done) == self._settings.num_trainers:
                     self._end()
 

@@ -24,7 +24,7 @@ from weft.rl.generation import Sampling, generate
 from weft.rl.links import Conversation, Group, Links, device_of
 from weft.rl.messages import Ask, Busy, Hello, Hold, Job, Made, Receive, Samples, Served, Stop, pack
 from weft.rl.methods import CollectiveReceiving, WeftReceiving
-from weft.rl.policy import DTYPES, build_actor
+from weft.rl.policy import DTYPES, policy_shapes
 from weft.rl.settings import LoopSettings, Method
 from weft.rl.tasks import load_task
 from weft.rl.verification import Expected
@@ -79,9 +79,7 @@ class Engine:
             device=self._device,
         )
         architecture = load_architecture(settings.model, vocab_size=self._task.vocab_size)
-        policy = build_actor(settings, architecture).policy
-        shapes = {name: tuple(parameter.shape) for name, parameter in policy.named_parameters()}
-        return CollectiveReceiving(self._model, shapes, DTYPES[settings.dtype], group)
+        return CollectiveReceiving(self._model, policy_shapes(settings, architecture), DTYPES[settings.dtype], group)
 
     def run(self) -> None:
         """Until the run is over."""

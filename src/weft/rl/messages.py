@@ -122,13 +122,13 @@ class Served(msgspec.Struct, tag=True, frozen=True, kw_only=True):
 
 
 class Done(msgspec.Struct, tag=True, frozen=True, kw_only=True):
-    """A trainer has finished all iterations."""
+    """A trainer has finished all iterations; answered by Stop, so that it is known to have arrived."""
 
     rank: int
 
 
 class Failed(msgspec.Struct, tag=True, frozen=True, kw_only=True):
-    """A member cannot go on."""
+    """A member cannot go on; answered by Stop."""
 
     member: str
     reason: str

@@ -175,6 +175,13 @@ def build_actor(settings: LoopSettings, architecture: Architecture) -> Actor:
     return actor.eval()  # nothing is dropped at random: engines would not agree
 
 
+def policy_shapes(settings: LoopSettings, architecture: Architecture) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of a policy's parameters; nothing is allocated."""
+    with torch.device("meta"):
+        policy = _transformers(architecture) if settings.modules is Modules.TRANSFORMERS else _builtin(architecture)
+    return {name: tuple(parameter.shape) for name, parameter in policy.named_parameters()}
+
+
 def layers_of(policy: nn.Module) -> Iterator[nn.Module]:
     """The blocks of a policy, which are sharded one by one."""
     stacks = [child for child in policy.modules() if isinstance(child, nn.ModuleList)]

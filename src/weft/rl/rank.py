@@ -18,6 +18,9 @@ from weft.rl.methods import use_plugins
 from weft.rl.settings import LoopSettings
 from weft.rl.trainer import Trainer
 
+LAST_WORDS_S = 5.0
+"""How long a rank that fails tries to say so."""
+
 
 def run_rank(settings: LoopSettings, links: Links, *, rank: int, local_rank: int) -> None:
     """Be one rank until the run is over; first come the trainers, then the engines."""
@@ -34,7 +37,7 @@ def run_rank(settings: LoopSettings, links: Links, *, rank: int, local_rank: int
         member.run()
     except Exception as error:
         reason = f"{type(error).__name__}: {error}"
-        with contextlib.suppress(WeftError), Conversation(links, f"{name} fails", settings.timeout_s) as talk:
-            talk.say(Failed(member=name, reason=reason))
+        with contextlib.suppress(WeftError), Conversation(links, f"{name} fails", LAST_WORDS_S) as talk:
+            talk.ask(Failed(member=name, reason=reason))
         raise
     member.close()

@@ -85,7 +85,7 @@ class LoopSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     transport: str = "auto"
     sync: bool = False
     """Generate, train and transfer in turn instead of at the same time."""
-    max_staleness: Annotated[int, Meta(ge=0, le=1 << 20)] = 2
+    max_staleness: Annotated[int, Meta(ge=0, le=1 << 20)] = 1
     """Versions a sample may be older than the policy it trains."""
     freeze_engines: bool = False
     """For comparison: engines keep version 0 for ever."""

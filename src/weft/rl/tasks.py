@@ -10,6 +10,7 @@ Others are added by `--task my.module:task`, any object with the attributes of T
 
 from __future__ import annotations
 
+import abc
 import importlib
 import sys
 from typing import Any, Protocol
@@ -44,20 +45,20 @@ class Task(Protocol):
         """A row as a person would read it."""
 
 
-class AnswerTask:
+class AnswerTask(abc.ABC):
     """A task with one right answer of fixed length, of which every right token earns its share."""
 
     vocab_size = VOCAB_SIZE
     prompt_tokens: int
     answer_tokens: int
 
+    @abc.abstractmethod
     def prompts(self, rng: np.random.Generator, count: int) -> Tokens:
         """Prompts, one a row."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def answers(self, prompts: Tokens) -> Tokens:
         """The right answers."""
-        raise NotImplementedError
 
     def rewards(self, prompts: Tokens, answers: Tokens) -> NDArray[np.float32]:
         """A share for every token that is right; what follows the answer earns nothing."""

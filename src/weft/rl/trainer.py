@@ -92,7 +92,7 @@ class Trainer:
             self._report()
         self._sending.wait_released()
         self._report(wait=True)
-        self._talk.say(Done(rank=self.rank))
+        self._talk.ask(Done(rank=self.rank))
 
     def close(self) -> None:
         """Leave everything."""
