@@ -18,7 +18,7 @@ import bisect
 import itertools
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,17 +29,13 @@ from torch.distributed.tensor.placement_types import Placement, Replicate
 from torch.nn.parallel import DistributedDataParallel
 
 from weft.core.layout import Tensor
+from weft.core.recipe import Piece
 from weft.errors import LayoutError, RegistrationError
+from weft.integrations.dtypes import NAMES
 from weft.runtime.weights import Allocate, Held, Part, Weights
 from weft.transport.shm import SharedMemory
 
 ALIGN = 256
-_DTYPES = {
-    torch.float32: "fp32",
-    torch.float16: "fp16",
-    torch.bfloat16: "bf16",
-    torch.float8_e4m3fn: "fp8_e4m3",
-}
 _PREFIXES = ("_orig_mod.",)
 """Of compiled modules; not part of a tensor's name."""
 
@@ -52,8 +48,10 @@ class _Named:
     parameter: torch.Tensor
     """As the module holds it: a DTensor, where it is sharded."""
     local: torch.Tensor
-    parts: tuple[Part, ...]
+    parts: tuple[Part, ...] = ()
     """Which boxes of which tensors it is, where that was said."""
+    pieces: tuple[Piece, ...] = ()
+    """The same, as a loader's trace says it; what no piece fills stays as it is."""
 
 
 def weights_of(module: torch.nn.Module, *, parts: Mapping[str, Part | Sequence[Part]] | None = None) -> Weights:
@@ -65,13 +63,23 @@ def weights_of(module: torch.nn.Module, *, parts: Mapping[str, Part | Sequence[P
     named = list(_parameters(module, parts or {}))
     if not named:
         raise LayoutError(f"{type(module).__name__} has no parameters")
-    problems = tuple(problem for parameter in named for problem in _problems(parameter))
-    if problems:
-        raise LayoutError("these parameters cannot be transferred", problems=problems)
-    devices = sorted({_device(parameter.local) for parameter in named})
-    if len(devices) > 1:
-        raise LayoutError(f"parameters lie on {', '.join(devices)}", hint="one member holds weights of one device")
-    return _weights(named, devices[0])
+    return _checked_weights(named, {})
+
+
+def weights_of_pieces(
+    tensors: Mapping[str, torch.Tensor], pieces: Iterable[Piece], sources: Iterable[Tensor]
+) -> Weights:
+    """Weights in tensors that are filled piece by piece from `sources`, as an engine's loader fills them."""
+    shapes = {source.name: source.shape for source in sources}
+    by_tensor: dict[str, list[Piece]] = {name: [] for name in tensors}
+    for piece in pieces:
+        by_tensor[piece.dst].append(piece)
+    named = [
+        _Named((name,), tensor, tensor, pieces=tuple(by_tensor[name]))
+        for name, tensor in tensors.items()
+        if by_tensor[name]
+    ]
+    return _checked_weights(named, shapes)
 
 
 def _parameters(module: torch.nn.Module, parts: Mapping[str, Part | Sequence[Part]]) -> Iterator[_Named]:
@@ -90,6 +98,16 @@ def _parameters(module: torch.nn.Module, parts: Mapping[str, Part | Sequence[Par
         yield _Named(tuple(names), tensor, _local(tensor), (given,) if isinstance(given, Part) else tuple(given))
 
 
+def _checked_weights(named: Sequence[_Named], shapes: Mapping[str, tuple[int, ...]]) -> Weights:
+    problems = tuple(problem for parameter in named for problem in _problems(parameter))
+    if problems:
+        raise LayoutError("these parameters cannot be transferred", problems=problems)
+    devices = sorted({_device(parameter.local) for parameter in named})
+    if len(devices) > 1:
+        raise LayoutError(f"parameters lie on {', '.join(devices)}", hint="one member holds weights of one device")
+    return _weights(named, devices[0], shapes)
+
+
 def _local(tensor: torch.Tensor) -> torch.Tensor:
     """The memory a parameter has on this rank; the very tensor it holds, not a view of it."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
@@ -97,8 +115,8 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 
 def _problems(named: _Named) -> Iterator[str]:
     name, local = named.names[0], named.local
-    if local.dtype not in _DTYPES:
-        yield f"{name} is {local.dtype}; supported: {', '.join(str(dtype) for dtype in _DTYPES)}"
+    if local.dtype not in NAMES:
+        yield f"{name} is {local.dtype}; supported: {', '.join(str(dtype) for dtype in NAMES)}"
     if local.device.type not in ("cpu", "cuda"):
         yield f"{name} lies on {local.device}"
     if local.layout is not torch.strided:
@@ -141,11 +159,12 @@ def _device(tensor: torch.Tensor) -> str:
     return "cpu" if tensor.device.type == "cpu" else f"cuda:{tensor.device.index or 0}"
 
 
-def _weights(named: Sequence[_Named], device: str) -> Weights:
+def _weights(named: Sequence[_Named], device: str, shapes: Mapping[str, tuple[int, ...]]) -> Weights:
+    """`shapes`: of the sources of traced pieces."""
     seen: Counter[str] = Counter()
-    held = tuple(shard for parameter in named for shard in _shards(parameter, seen))
+    held = tuple(shard for parameter in named for shard in _shards(parameter, seen, shapes))
     can_move = device == "cpu" and all(_nobody_else_holds(group) for group in _by_storage(named))
-    rehome = (lambda allocate: _rehome(named, allocate)) if can_move else None
+    rehome = (lambda allocate: _rehome(named, allocate, shapes)) if can_move else None
     keep = [parameter.parameter for parameter in named]
     return Weights(held, tuple(_ranges(named, held)), keep=keep, device=device, rehome=rehome)
 
@@ -166,7 +185,7 @@ def _ranges(named: Sequence[_Named], held: Sequence[Held]) -> Iterator[tuple[int
         yield begin, end - begin
 
 
-def _shards(named: _Named, seen: Counter[str]) -> Iterator[Held]:
+def _shards(named: _Named, seen: Counter[str], shapes: Mapping[str, tuple[int, ...]]) -> Iterator[Held]:
     """The boxes of tensors that a parameter's local memory holds.
 
     Further boxes of a tensor that was `seen` in fused parameters get names of their own, and the tensor's as an alias.
@@ -175,15 +194,41 @@ def _shards(named: _Named, seen: Counter[str]) -> Iterator[Held]:
     if isinstance(named.parameter, DTensor):
         yield from _boxes(named, name, aliases, tuple(named.parameter.shape), _segments(named.parameter))
         return
+    if named.pieces:
+        yield from (_held_piece(piece, named.local, seen, shapes[piece.source]) for piece in named.pieces)
+        return
     zeros, whole = (0,) * named.local.dim(), tuple(named.local.shape)
     for part in named.parts or (Part(shape=whole, lo=zeros),):
         runs = zip(part.at or zeros, part.lo, part.extent or whole, strict=True)
         if part.source:
-            seen[part.source] += 1
-            is_first = seen[part.source] == 1
-            name = part.source if is_first else f"box {seen[part.source]} of {part.source}"
-            aliases = [] if is_first else [part.source]
+            name, aliases = _box_name(part.source, seen)
         yield from _boxes(named, name, aliases, part.shape, [[run] for run in runs])
+
+
+def _box_name(source: str, seen: Counter[str]) -> tuple[str, list[str]]:
+    """Name and aliases of the next box of a tensor."""
+    seen[source] += 1
+    is_first = seen[source] == 1
+    return (source, []) if is_first else (f"box {seen[source]} of {source}", [source])
+
+
+def _held_piece(piece: Piece, local: torch.Tensor, seen: Counter[str], shape: tuple[int, ...]) -> Held:
+    """A box of a source where a piece puts it; its dimensions are the source's."""
+    name, aliases = _box_name(piece.source, seen)
+    axes = piece.axes or tuple(range(len(piece.extent)))
+    extent, strides = [1] * len(shape), [1] * len(shape)
+    for dim, axis in enumerate(axes):
+        if axis >= 0:
+            extent[axis], strides[axis] = piece.extent[dim], local.stride(dim)
+    offset = sum(at * stride for at, stride in zip(piece.dst_lo, local.stride(), strict=True))
+    return Held(
+        tensor=Tensor(name=name, dtype=NAMES[local.dtype], shape=shape),
+        aliases=tuple(aliases),
+        lo=piece.src_lo,
+        extent=tuple(extent),
+        strides=tuple(strides),
+        address=local.data_ptr() + offset * local.element_size(),
+    )
 
 
 def _boxes(
@@ -195,7 +240,7 @@ def _boxes(
 ) -> Iterator[Held]:
     """One shard for every combination of runs: (place in local memory, global index, count) in each dimension."""
     local = named.local
-    tensor = Tensor(name=name, dtype=_DTYPES[local.dtype], shape=shape)
+    tensor = Tensor(name=name, dtype=NAMES[local.dtype], shape=shape)
     size, strides = local.element_size(), tuple(local.stride())
     for box in itertools.product(*per_dim):
         extent = tuple(count for _, _, count in box)
@@ -266,18 +311,15 @@ def _nobody_else_holds(tensors: list[torch.Tensor]) -> bool:
     return bool(holders <= len(tensors) + 1)  # and `storage` itself
 
 
-def _rehome(named: Sequence[_Named], allocate: Allocate) -> Weights:
+def _rehome(named: Sequence[_Named], allocate: Allocate, shapes: Mapping[str, tuple[int, ...]]) -> Weights:
     """Move all weights into one piece of shared memory; the tensor objects stay."""
     with torch.inference_mode(False):  # a tensor made in inference mode could never be moved again
-        return _rehome_normally(named, allocate)
-
-
-def _rehome_normally(named: Sequence[_Named], allocate: Allocate) -> Weights:
-    groups = _by_storage(named)
-    if not all(_nobody_else_holds(group) for group in groups):
-        raise RegistrationError("somebody else holds the memory of these weights by now", hint="use the cma transport")
-    _move_all(groups, allocate)
-    return _weights(named, "cpu")
+        groups = _by_storage(named)
+        if not all(_nobody_else_holds(group) for group in groups):
+            hint = "use the cma transport"
+            raise RegistrationError("somebody else holds the memory of these weights by now", hint=hint)
+        _move_all(groups, allocate)
+        return _weights(named, "cpu", shapes)
 
 
 def _move_all(groups: list[list[torch.Tensor]], allocate: Allocate) -> None:
