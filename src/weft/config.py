@@ -157,6 +157,61 @@ class TransferSettings:
         return self.staging_bytes or max(4 * self.chunk_bytes_on(device), 256 * MIB)
 
 
+class CachePolicy(enum.StrEnum):
+    """What becomes of keys and values that older weights computed, when an engine commits a version."""
+
+    KEEP = "keep"
+    """Running requests go on with theirs; later ones do not find them."""
+    RECOMPUTE = "recompute"
+    """All are dropped; running requests compute theirs again, with the new weights."""
+    REUSE = "reuse"
+    """Nothing is dropped: later requests may start from what older weights computed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineSettings:
+    """How an inference engine (vLLM, SGLang) takes part. Given to the engine, or as `WEFT_*` variables."""
+
+    controller: str = ""
+    """Address of the controller (`WEFT_CONTROLLER`). Empty: the engine waits until somebody tells it."""
+    first_rank: int = 0
+    """Rank of the engine's first worker among all engine ranks; 2 for the second engine of two ranks each."""
+    cache: CachePolicy = CachePolicy.KEEP
+    """What becomes of keys and values that older weights computed."""
+    keys: str = ""
+    """Folder with `controller.pub` and the member's own key."""
+    key: str = "engine"
+    """Name of the member's key in that folder."""
+    commit_s: float = 120.0
+    """Longest time an engine stands still for a version."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "cache", _member_of(CachePolicy, self.cache, "cache policy"))
+        if not isinstance(self.first_rank, int) or self.first_rank < 0:
+            raise ConfigError(f"first_rank is {self.first_rank!r}", hint="expected 0 or more")
+        if not 0 < self.commit_s <= 86_400:
+            raise ConfigError(f"commit_s is {self.commit_s}", hint="expected more than 0 and at most 86400 s")
+
+
+def engine_settings(given: Mapping[str, Any], env: Mapping[str, str] | None = None) -> EngineSettings:
+    """Defaults, overridden by `WEFT_*` variables, overridden by what is given."""
+    kinds: dict[str, Any] = {"first_rank": int, "commit_s": float}
+    variables = os.environ if env is None else env
+    values: dict[str, Any] = {}
+    names = [field.name for field in fields(EngineSettings)]
+    for name in names:
+        text = variables.get(f"WEFT_{name.upper()}")
+        if text is not None:
+            try:
+                values[name] = kinds.get(name, str)(text)
+            except ValueError:
+                raise ConfigError(f"WEFT_{name.upper()} is {text!r}", hint="expected a number") from None
+    unknown = sorted(set(given) - set(names))
+    if unknown:
+        raise ConfigError(f"unknown engine settings {', '.join(unknown)}", hint=f"settings: {', '.join(names)}")
+    return EngineSettings(**(values | dict(given)))
+
+
 LARGEST_CHUNK = 1024 * MIB
 """Of those chosen by default."""
 

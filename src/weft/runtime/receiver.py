@@ -89,10 +89,22 @@ class Receiver:
     """Joins the controller as an engine rank."""
 
     def __init__(
-        self, address: str, *, rank: int, weights: Weights, transport: Transport[Any] | None = None, **security: Any
+        self,
+        address: str,
+        *,
+        rank: int,
+        weights: Weights,
+        transport: Transport[Any] | None = None,
+        on_wanted: Callable[[int | None], None] | None = None,
+        **security: Any,
     ) -> None:
-        """`transport`: for tests; otherwise the controller chooses."""
+        """`transport`: for tests; otherwise the controller chooses.
+
+        `on_wanted` is for engines that do not call `poll` regularly: it is called, on another thread, when their own
+        should call `wait` (with the version that is there) or `poll` (with None).
+        """
         self.member = f"engine {rank}"
+        self._on_wanted = on_wanted or (lambda _: None)
         self._rank, self._weights = rank, weights
         self._transports = OpenTransports(
             self.member, rank=rank, device=weights.device, controller=address, given=transport
@@ -393,6 +405,7 @@ class Receiver:
         with self._changed:
             self._engine_task = lambda: self._open_live(message.round, rehome=rehome)
             self._changed.notify_all()
+        self._on_wanted(None)
 
     def _open_live(self, number: int, *, rehome: bool) -> None:
         """On the engine's thread: nothing runs that could look at its tensors while they move."""
@@ -493,6 +506,7 @@ class Receiver:
                 self._pause(version)
             else:
                 self._changed.notify_all()
+        self._on_wanted(version)
 
     def _count_arrivals(self) -> bool:
         """Without a digest: take in what was counted as arrived; returns whether the version is whole."""
@@ -583,6 +597,7 @@ class Receiver:
         with self._changed:
             self._error = self._error or error
             self._changed.notify_all()
+        self._on_wanted(None)
 
     def close(self) -> None:
         """Leave."""

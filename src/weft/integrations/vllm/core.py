@@ -1,0 +1,226 @@
+"""In vLLM's engine-core process: commits versions between two steps, on all workers together.
+
+consumes      notices of the workers that a version wants to be committed; calls of vLLM's step functions
+produces      `weft_attend` on all workers; dropped caches; the version that responses carry
+waits for     workers, in `attend`                      unblocked by   their answers; they have deadlines
+
+Only the engine core knows where a step ends, and only it holds the scheduler and the prefix cache. Batches that were
+handed to workers ahead of time are finished first, so that every token is labelled with the version that computed it.
+An idle engine is woken up. Engines whose ranks compute together across several engine cores (data parallel, experts
+spread over them) stop by vLLM's own agreement between the cores.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import secrets
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import zmq
+
+from weft.config import CachePolicy
+from weft.integrations.vllm import BACKEND
+from weft.integrations.vllm.worker import settings_of
+
+log = logging.getLogger("vllm.weft")
+
+
+def extend_engine_core() -> None:
+    """Let engine cores whose backend is weft look for versions between two steps."""
+    from vllm.v1.engine.core import EngineCore  # noqa: PLC0415
+
+    EngineCore._initialize_kv_caches = _attending(EngineCore._initialize_kv_caches)
+    EngineCore.step = _between_steps(EngineCore.step)
+    EngineCore.step_with_batch_queue = _between_steps(EngineCore.step_with_batch_queue)
+    EngineCore.shutdown = _leaving(EngineCore.shutdown)
+
+
+def _attending(initialize: Any) -> Any:
+    """The first thing an engine core does when its workers have loaded the model."""
+
+    @functools.wraps(initialize)
+    def attending(core: Any, vllm_config: Any) -> Any:
+        transfer = vllm_config.weight_transfer_config
+        core.weft = Attendant(core) if transfer is not None and transfer.backend == BACKEND else None
+        return initialize(core, vllm_config)
+
+    return attending
+
+
+def _between_steps(step: Any) -> Any:
+    @functools.wraps(step)
+    def between_steps(core: Any) -> Any:
+        if core.weft is not None and core.weft.is_wanted:
+            core.weft.attend()
+        return step(core)
+
+    return between_steps
+
+
+def _leaving(shutdown: Any) -> Any:
+    @functools.wraps(shutdown)
+    def leaving(core: Any) -> None:
+        if getattr(core, "weft", None) is not None:
+            core.weft.close()
+        shutdown(core)
+
+    return leaving
+
+
+class Attendant:
+    """Brings decided versions to the workers of one engine core. `attend` runs on the core's own thread."""
+
+    def __init__(self, core: Any) -> None:
+        self._core = core
+        self._settings = settings_of(core.vllm_config)
+        self._wanted: list[int | None] = []
+        """Versions that want to be committed, None for other needs of the receivers; filled by the listening thread."""
+        self._is_called = False
+        """Whether an idle core was asked to attend."""
+        self._version: int | None = None
+        self._pause_before: Any = None
+        """The scheduler's state before it was stopped for a version."""
+        self._torn = False
+        self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PULL)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        address = f"ipc://@weft-vllm-{secrets.token_hex(8)}"
+        self._socket.bind(address)
+        core.model_executor.collective_rpc("weft_attach", args=(address,))
+        self._is_closed = threading.Event()
+        self._thread = threading.Thread(target=self._listen, name="weft-notices", daemon=True)
+        self._thread.start()
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether `attend` has something to do."""
+        return bool(self._wanted)
+
+    def close(self) -> None:
+        """Listen no longer."""
+        self._is_closed.set()
+        self._thread.join(2.0)
+
+    def _listen(self) -> None:
+        while not self._is_closed.is_set():
+            if self._socket.poll(200):
+                text = self._socket.recv()
+                self._wanted.append(int(text) if text else None)
+                self._call_idle_core()
+        self._socket.close()
+
+    def _call_idle_core(self) -> None:
+        """A core without requests waits for its input; one that runs inside the user's process is called by them."""
+        from vllm.v1.engine import EngineCoreRequestType  # noqa: PLC0415
+
+        if hasattr(self._core, "input_queue") and not self._is_called:
+            self._is_called = True
+            self._core._idle_state_callbacks.append(self._attend_idle)
+            self._core.input_queue.put_nowait((EngineCoreRequestType.WAKEUP, None))
+
+    def _attend_idle(self, _: Any) -> None:
+        self._is_called = False
+        if self.is_wanted:
+            self.attend()
+
+    def attend(self) -> None:
+        """Between two steps: do what the workers' receivers want."""
+        versions = [version for version in self._wanted if version is not None]
+        if versions and self._must_finish_batches():
+            return  # called again before the next step
+        del self._wanted[: len(self._wanted)]
+        if (
+            hasattr(self._core, "dp_group")
+            and versions
+            and self._core.vllm_config.parallel_config.enable_expert_parallel
+        ):
+            self._commit_with_other_cores(max(versions))
+        else:
+            self._commit(max(versions, default=None))
+
+    def _must_finish_batches(self) -> bool:
+        """Whether workers still compute batches; no new ones are scheduled then."""
+        from vllm.v1.core.sched.interface import PauseState  # noqa: PLC0415
+
+        if not self._core.batch_queue:
+            return False
+        if self._pause_before is None:
+            self._pause_before = self._core.scheduler.pause_state
+            self._core.scheduler.set_pause_state(PauseState.PAUSED_ALL)
+        return True
+
+    def _commit_with_other_cores(self, version: int) -> None:
+        """All cores stop at the same step: they compute with each other's experts."""
+        stopped = self._core.pause_scheduler(mode="keep", clear_cache=False)
+
+        def go_on(_: Any = None) -> None:
+            self._commit(version)
+            self._core.resume_scheduler()
+
+        go_on() if stopped is None else stopped.add_done_callback(go_on)
+
+    def _commit(self, version: int | None) -> None:
+        timeout_s = self._settings.commit_s
+        answers = self._core.model_executor.collective_rpc("weft_attend", args=(version, timeout_s))
+        for problem in dict.fromkeys(answer["error"] for answer in answers if answer["error"]):
+            log.error("weft: %s", problem)
+        served = {answer["version"] for answer in answers}
+        self._torn = len(served) > 1 or any(answer["is_poisoned"] for answer in answers)
+        if self._torn:
+            self._stop_serving(answers)
+            return
+        (now,) = served
+        if now is not None and now != self._version:
+            self._version = now
+            self._drop_caches()
+            self._core.set_weight_version(str(now))
+            log.info("weft: version %d is served, paused for %.1f ms", now, 1e3 * max(a["pause_s"] for a in answers))
+        self._go_on()
+
+    def _stop_serving(self, answers: list[dict[str, Any]]) -> None:
+        from vllm.v1.core.sched.interface import PauseState  # noqa: PLC0415
+
+        states = ", ".join(f"rank {a['rank']}: {'torn' if a['is_poisoned'] else a['version']}" for a in answers)
+        log.error("weft: the engine's weights are torn (%s); it serves again after the next version", states)
+        if self._pause_before is None:
+            self._pause_before = self._core.scheduler.pause_state
+        self._core.scheduler.set_pause_state(PauseState.PAUSED_ALL)
+
+    def _go_on(self) -> None:
+        if self._pause_before is not None:
+            before, self._pause_before = self._pause_before, None
+            self._core.scheduler.set_pause_state(before)
+
+    def _drop_caches(self) -> None:
+        policy = self._settings.cache
+        if policy is CachePolicy.REUSE:
+            return
+        if policy is CachePolicy.RECOMPUTE:
+            self._core.reset_prefix_cache(reset_running_requests=True)
+        else:
+            self._part_from_old_blocks()
+        if self._core.vllm_config.model_config.is_multimodal_model:
+            self._core.reset_encoder_cache()
+
+    def _part_from_old_blocks(self) -> None:
+        """Blocks are found by hashes that are chained from one first value: with another one nobody finds old blocks.
+
+        Running requests keep their blocks and their chains; those that wait are given new chains.
+        """
+        from vllm.v1.core import kv_cache_utils  # noqa: PLC0415
+
+        if self._core.request_block_hasher is None:
+            return
+        kv_cache_utils.NONE_HASH = kv_cache_utils.BlockHash(secrets.token_bytes(32))
+        for request in self._waiting_requests():
+            request.block_hashes.clear()
+            request.update_block_hashes()
+
+    def _waiting_requests(self) -> Iterator[Any]:
+        scheduler = self._core.scheduler
+        running = {request.request_id for request in scheduler.running}
+        for request in scheduler.requests.values():
+            if request.request_id not in running and request.num_computed_tokens == 0:
+                yield request

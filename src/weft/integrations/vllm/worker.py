@@ -1,0 +1,206 @@
+"""In every vLLM worker process: the Receiver, and what the engine core and vLLM's own routes ask of it.
+
+consumes      versions from trainers (Receiver); `weft_attend` of the engine core; vLLM's weight-transfer calls
+produces      notices to the engine core that a version wants to be committed
+waits for     in `attend`: ranks of the same engine, in place also the writers; all with deadlines
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import zmq
+from vllm.config import set_current_vllm_config
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+
+from weft.config import EngineSettings, engine_settings
+from weft.errors import VersionError, WeftError
+from weft.integrations.vllm.loading import LoadedModel
+from weft.runtime.keys import load_keys, load_public
+from weft.runtime.receiver import Receiver
+
+log = logging.getLogger("vllm.weft")
+
+
+@dataclass
+class WeftInit(WeightTransferInitInfo):
+    """`init_info` of vLLM's routes: where the controller is, if the engine was not told when it started."""
+
+    controller: str = ""
+    first_rank: int = 0
+    keys: str = ""
+    key: str = "engine"
+
+
+@dataclass
+class WeftUpdate(WeightTransferUpdateInfo):
+    """`update_info` of vLLM's routes: the version to serve."""
+
+    version: int
+    timeout_s: float = 120.0
+
+
+class WeftTransfer(WeightTransferEngine[WeftInit, WeftUpdate]):
+    """vLLM's interface for weight-transfer backends."""
+
+    init_info_cls = WeftInit
+    update_info_cls = WeftUpdate
+    supports_draft_weight_update = False
+
+    def __init__(self, config: Any, vllm_config: Any, device: torch.device, model: torch.nn.Module) -> None:
+        super().__init__(config, vllm_config, device, model)
+        self._settings = settings_of(vllm_config)
+        self._loaded: LoadedModel | None = None
+        self._receiver: Receiver | None = None
+        self._notices: zmq.Socket[bytes] | None = None
+        self._last_pause_s = 0.0
+        if self._settings.controller:
+            self._join(self._settings)
+
+    @property
+    def rank(self) -> int:
+        """This worker's rank among all engine ranks."""
+        parallel = self.parallel_config
+        return self._settings.first_rank + parallel.data_parallel_index * parallel.world_size + parallel.rank
+
+    def attach(self, address: str) -> None:
+        """Where the engine core listens."""
+        self._notices = zmq.Context.instance().socket(zmq.PUSH)
+        self._notices.setsockopt(zmq.LINGER, 0)
+        self._notices.connect(address)
+        if self._receiver is not None:
+            self._notice(None)  # whatever was missed
+
+    def _notice(self, version: int | None) -> None:
+        """On the receiver's control thread: the engine core should attend."""
+        if self._notices is not None:
+            self._notices.send(b"" if version is None else str(version).encode(), zmq.NOBLOCK)
+
+    def _join(self, settings: EngineSettings) -> None:
+        if self._loaded is None:
+            with set_current_vllm_config(self.vllm_config):
+                self._loaded = LoadedModel(self.model, self.model_config)
+            staged = self._loaded.num_staged_bytes
+            log.info("weft: %d copies traced, %.1f MB staged", len(self._loaded.trace.copies), staged / 1e6)
+        self._receiver = Receiver(
+            settings.controller,
+            rank=self.rank,
+            weights=self._loaded.weights(),
+            on_wanted=self._notice,
+            **_security(settings),
+        )
+
+    def init_transfer_engine(self, init_info: WeftInit) -> None:
+        """Join a controller; once more if it is another one."""
+        given = {name: value for name, value in vars(init_info).items() if value}
+        if not given.get("controller") and self._receiver is not None:
+            return
+        self.shutdown()
+        self._settings = engine_settings(_additional(self.vllm_config) | given)
+        self._join(self._settings)
+
+    def start_weight_update(self) -> None:
+        """Versions arrive by themselves; there is nothing to prepare."""
+        self._joined()
+
+    def receive_weights(self, update_info: WeftUpdate) -> None:
+        """Wait for a version and serve it."""
+        attended = self.attend(update_info.version, update_info.timeout_s)
+        if attended["error"]:
+            raise WeftError(attended["error"])
+
+    def finish_weight_update(self) -> None:
+        """A version is whole when `update_weights` has returned."""
+
+    def _joined(self) -> Receiver:
+        if self._receiver is None:
+            hint = "set WEFT_CONTROLLER, or call init_weight_transfer_engine with it"
+            raise VersionError("this engine has no controller yet", hint=hint)
+        return self._receiver
+
+    def attend(self, version: int | None, timeout_s: float) -> dict[str, Any]:
+        """Between two steps, on all workers: serve a version that is decided; without one, whatever else is wanted."""
+        receiver = self._joined()
+        error = ""
+        try:
+            if version is None:
+                receiver.poll(step=0)
+            elif receiver.is_poisoned or receiver.version is None or receiver.version < version:
+                self._commit(receiver, version, timeout_s)
+        except WeftError as problem:
+            error = str(problem)
+        return self.status() | {"error": error}
+
+    def _commit(self, receiver: Receiver, version: int, timeout_s: float) -> None:
+        assert self._loaded is not None
+        deadline = time.monotonic() + timeout_s
+        while receiver.is_poisoned or receiver.version is None or receiver.version < version:
+            update = receiver.wait(max(deadline - time.monotonic(), 0.0))
+            if not update.commit(max(deadline - time.monotonic(), 0.0)):
+                return  # called off before anything was written
+            began = time.monotonic()
+            with set_current_vllm_config(self.vllm_config):
+                self._loaded.process()
+            self._last_pause_s = receiver.last_pause_s + time.monotonic() - began
+
+    def status(self) -> dict[str, Any]:
+        """What this worker serves."""
+        receiver = self._receiver
+        poisoned = receiver is not None and receiver.is_poisoned
+        return {
+            "rank": self.rank,
+            "version": None if receiver is None or poisoned else receiver.version,
+            "is_poisoned": poisoned,
+            "pause_s": self._last_pause_s,
+            "staged_bytes": 0 if self._loaded is None else self._loaded.num_staged_bytes,
+        }
+
+    def shutdown(self) -> None:
+        """Leave the controller; the model goes on serving what it has."""
+        receiver, self._receiver = self._receiver, None
+        if receiver is not None:
+            receiver.close()
+
+
+def settings_of(vllm_config: Any) -> EngineSettings:
+    """What the user said: `additional_config={"weft": {…}}`, and `WEFT_*` variables."""
+    return engine_settings(_additional(vllm_config))
+
+
+def _additional(vllm_config: Any) -> dict[str, Any]:
+    additional = vllm_config.additional_config
+    return dict(additional.get("weft", {})) if isinstance(additional, Mapping) else {}
+
+
+def _security(settings: EngineSettings) -> dict[str, Any]:
+    if not settings.keys:
+        return {}
+    folder = Path(settings.keys)
+    return {"keys": load_keys(folder / f"{settings.key}.key"), "server_public": load_public(folder / "controller.pub")}
+
+
+def extend_workers() -> None:
+    """Give vLLM's workers the calls the engine core makes."""
+    from vllm.v1.worker.gpu_worker import Worker  # noqa: PLC0415
+
+    def weft_attach(worker: Any, address: str) -> None:
+        worker.weight_transfer_engine.attach(address)
+
+    def weft_attend(worker: Any, version: int | None, timeout_s: float) -> dict[str, Any]:
+        return worker.weight_transfer_engine.attend(version, timeout_s)
+
+    def weft_status(worker: Any) -> dict[str, Any]:
+        return worker.weight_transfer_engine.status()
+
+    for call in (weft_attach, weft_attend, weft_status):
+        setattr(Worker, call.__name__, call)
