@@ -54,16 +54,23 @@ class _Named:
     """The same, as a loader's trace says it; what no piece fills stays as it is."""
 
 
-def weights_of(module: torch.nn.Module, *, parts: Mapping[str, Part | Sequence[Part]] | None = None) -> Weights:
+def weights_of(
+    module: torch.nn.Module, *, parts: Mapping[str, Part | Sequence[Part]] | None = None, buffers: bool = False
+) -> Weights:
     """The parameters a module holds on this rank. Raises LayoutError naming those that cannot be transferred.
 
     `parts` says which box of its tensor a plain parameter is, where a module shards without DTensor, or which boxes of
-    other tensors a fused one is made of.
+    other tensors a fused one is made of. `buffers`: those that a checkpoint has as well.
     """
-    named = list(_parameters(module, parts or {}))
+    named = list(_parameters(module, parts or {}, buffers=buffers))
     if not named:
         raise LayoutError(f"{type(module).__name__} has no parameters")
     return _checked_weights(named, {})
+
+
+def weights_of_tensors(tensors: Mapping[str, torch.Tensor]) -> Weights:
+    """Whole tensors, by name."""
+    return _checked_weights([_Named((name,), tensor, tensor) for name, tensor in tensors.items()], {})
 
 
 def weights_of_pieces(
@@ -82,12 +89,15 @@ def weights_of_pieces(
     return _checked_weights(named, shapes)
 
 
-def _parameters(module: torch.nn.Module, parts: Mapping[str, Part | Sequence[Part]]) -> Iterator[_Named]:
+def _parameters(
+    module: torch.nn.Module, parts: Mapping[str, Part | Sequence[Part]], *, buffers: bool
+) -> Iterator[_Named]:
     """Every parameter once, with all its names."""
     if isinstance(module, DistributedDataParallel):
         module = module.module
     by_object: dict[int, tuple[torch.Tensor, list[str]]] = {}
-    for name, parameter in module.named_parameters(remove_duplicate=False):
+    members = list(module.named_parameters(remove_duplicate=False))
+    for name, parameter in [*members, *(_kept_buffers(module) if buffers else ())]:
         for prefix in _PREFIXES:
             name = name.replace(prefix, "")  # noqa: PLW2901
         local = _local(parameter)
@@ -96,6 +106,14 @@ def _parameters(module: torch.nn.Module, parts: Mapping[str, Part | Sequence[Par
     for tensor, names in by_object.values():
         given = parts.get(names[0], ())
         yield _Named(tuple(names), tensor, _local(tensor), (given,) if isinstance(given, Part) else tuple(given))
+
+
+def _kept_buffers(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Buffers that are part of a checkpoint."""
+    for path, owner in module.named_modules():
+        for name, buffer in owner.named_buffers(recurse=False):
+            if name not in owner._non_persistent_buffers_set:
+                yield f"{path}.{name}" if path else name, buffer
 
 
 def _checked_weights(named: Sequence[_Named], shapes: Mapping[str, tuple[int, ...]]) -> Weights:

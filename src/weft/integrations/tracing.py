@@ -87,6 +87,30 @@ def trace_loader(load: Load, checkpoint: Iterable[Tensor], destinations: Mapping
     return mode.trace()
 
 
+Export = Callable[[dict[str, torch.Tensor]], Mapping[str, torch.Tensor]]
+
+
+def trace_export(export: Export, parameters: Iterable[Tensor]) -> Trace:
+    """The other way round: how a trainer's parameters become the tensors of a checkpoint."""
+    sources = tuple(parameters)
+    mode = _Watch(sources, {})
+    with torch.no_grad(), mode:
+        exported = export({tensor.name: mode.stand_in(tensor.name) for tensor in sources})
+    copies = [copy for name, tensor in exported.items() for copy in mode.exported(name, tensor)]
+    if mode.problems:
+        raise _not_followed(mode.problems)
+    used = {copy.source for copy in copies}
+    return Trace(
+        sources=sources,
+        destinations=tuple(
+            Tensor(name=name, dtype=NAMES.get(tensor.dtype, str(tensor.dtype)), shape=tuple(tensor.shape))
+            for name, tensor in exported.items()
+        ),
+        copies=tuple(copies),
+        unused=tuple(tensor.name for tensor in sources if tensor.name not in used),
+    )
+
+
 def _not_followed(problems: Sequence[str]) -> LayoutError:
     return LayoutError(
         f"the engine's loader could not be followed for {len(problems)} tensors",
@@ -185,6 +209,26 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         made = torch.empty(tensor.shape, dtype=TORCH_DTYPES[tensor.dtype], device="meta")
         self._memories.note(made, name)
         return made
+
+    def exported(self, name: str, tensor: torch.Tensor) -> Iterator[StridedPiece]:
+        """What an exported tensor is made of."""
+        parts = self._sources_of(tensor)
+        if parts is None:
+            what = self._memories.of(tensor)
+            why = f"comes out of {what.operation}, which is not followed" if isinstance(what, _Lost) else "is not known"
+            self.problems.append(f"{name}: {why}")
+            return
+        strides = _contiguous(tuple(tensor.shape))
+        for part in parts:
+            yield StridedPiece(
+                dst=name,
+                source=part.source,
+                shape=part.view.shape,
+                dst_offset=sum(lo * stride for lo, stride in zip(part.lo, strides, strict=True)),
+                dst_strides=strides,
+                src_offset=part.view.offset,
+                src_strides=part.view.strides,
+            )
 
     def trace(self) -> Trace:
         """What was seen."""
@@ -391,6 +435,8 @@ def _meet(box: Piece, part: _FromSource) -> _FromSource | None:
 
 
 def _contiguous(shape: Sequence[int]) -> tuple[int, ...]:
+    if not shape:
+        return ()
     strides = [1]
     for size in reversed(shape[1:]):
         strides.append(strides[-1] * size)

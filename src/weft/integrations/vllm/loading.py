@@ -14,7 +14,7 @@ weights are packed into handles of a library, experts are permuted, MLA derives 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -196,7 +196,9 @@ class LoadedModel:
             for name, module in self._modules.items():
                 kept[name].put_back(module)
 
-    def _find_homes(self, stand_ins: dict[str, torch.Tensor], live: dict[str, torch.Tensor], touched: set[str]) -> None:
+    def _find_homes(
+        self, stand_ins: Mapping[str, torch.Tensor], live: Mapping[str, torch.Tensor], touched: set[str]
+    ) -> None:
         """Where each destination of the trace is written: where it lives, or in the loader's layout beside it."""
         names_of: dict[int, list[str]] = {}
         for name, stand_in in stand_ins.items():
