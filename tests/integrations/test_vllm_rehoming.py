@@ -12,12 +12,9 @@ the CPU with packed copies that nobody can write to from outside.
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
-import multiprocessing
 import os
-import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +24,7 @@ import numpy as np
 import pytest
 
 import weft
+from tests.support.processes import Process
 
 # Looked for, not imported: only the engine processes shall pay for it and get its side effects.
 pytestmark = [
@@ -194,49 +192,6 @@ def _next_request(pipe: Any) -> Any:
 # In the test process
 
 
-class Process:
-    """One of the processes above, driven over a pipe; what goes wrong there is raised here."""
-
-    def __init__(self, target: Callable[..., None], *args: Any) -> None:
-        context = multiprocessing.get_context("spawn")
-        self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=_run, args=(theirs, target, *args), daemon=True)
-        self._process.start()
-        theirs.close()
-
-    def ask(self, request: Any) -> None:
-        self._pipe.send(request)
-
-    def answer(self, timeout_s: float = ANSWER_S) -> Any:
-        assert self._pipe.poll(timeout_s), "the process does not answer"
-        answer = self._pipe.recv()
-        assert not isinstance(answer, Failure), answer.trace
-        return answer
-
-    def close(self) -> None:
-        with contextlib.suppress(OSError):  # it has ended already
-            self._pipe.send(None)
-        self._process.join(WAIT_S)
-        self._process.kill()
-        self._process.join(WAIT_S)
-        self._process.close()
-        self._pipe.close()
-
-
-@dataclass(frozen=True, slots=True)
-class Failure:
-    """What a process raised."""
-
-    trace: str
-
-
-def _run(pipe: Any, target: Callable[..., None], *args: Any) -> None:
-    try:
-        target(pipe, *args)
-    except Exception:
-        pipe.send(Failure(traceback.format_exc()))
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scene:
     """A live engine that serves A, a trainer that can publish A and B, and what fresh engines make of both."""
@@ -250,11 +205,11 @@ class Scene:
 
     def look(self) -> tuple[int | None, Look]:
         self.engine.ask("look")
-        return self.engine.answer()
+        return self.engine.answer(ANSWER_S)
 
     def publish(self, version: int, checkpoint: str) -> None:
         self.trainer.ask((version, checkpoint))
-        assert self.trainer.answer() == "committed"
+        assert self.trainer.answer(ANSWER_S) == "committed"
 
 
 @pytest.fixture(params=[False, True], ids=["untied", "tied"])
@@ -263,20 +218,14 @@ def scene(request, tmp_path) -> Iterator[Scene]:
     settings = weft.TransferSettings(mode="in_place", silence_s=20.0, version_s=WAIT_S)
     with ExitStack() as stack:
         controller = stack.enter_context(weft.Controller(num_trainers=1, num_engine_ranks=1, settings=settings))
-        engine = _started(stack, _live_engine, tmp_path / "live", tied, controller.address)
-        engines = {name: _started(stack, _fresh_engine, tmp_path / name, name, tied) for name in "AB"}
+        engine = Process.started(stack, _live_engine, tmp_path / "live", tied, controller.address)
+        engines = {name: Process.started(stack, _fresh_engine, tmp_path / name, name, tied) for name in "AB"}
         fresh = {name: process.answer(START_S) for name, process in engines.items()}
         values = {name: look.values for name, look in fresh.items()}
-        trainer = _started(stack, _trainer, controller.address, values)
+        trainer = Process.started(stack, _trainer, controller.address, values)
         loaded = engine.answer(START_S)
         assert controller.wait_planned(WAIT_S)
         yield Scene(controller=controller, trainer=trainer, engine=engine, loaded=loaded, fresh=fresh)
-
-
-def _started(stack: ExitStack, target: Callable[..., None], *args: Any) -> Process:
-    process = Process(target, *args)
-    stack.callback(process.close)
-    return process
 
 
 def assert_same(look: Look, expected: Look) -> None:

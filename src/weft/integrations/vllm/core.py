@@ -30,11 +30,12 @@ log = logging.getLogger("vllm.weft")
 
 def extend_engine_core() -> None:
     """Let engine cores whose backend is weft look for versions between two steps."""
-    from vllm.v1.engine.core import EngineCore  # noqa: PLC0415
+    from vllm.v1.engine.core import EngineCore, EngineCoreProc  # noqa: PLC0415
 
     EngineCore._initialize_kv_caches = _attending(EngineCore._initialize_kv_caches)
     EngineCore.step = _between_steps(EngineCore.step)
     EngineCore.step_with_batch_queue = _between_steps(EngineCore.step_with_batch_queue)
+    EngineCoreProc._process_input_queue = _between_steps(EngineCoreProc._process_input_queue)
     EngineCore.shutdown = _leaving(EngineCore.shutdown)
 
 
@@ -112,10 +113,10 @@ class Attendant:
         self._socket.close()
 
     def _call_idle_core(self) -> None:
-        """A core without requests waits for its input; one that runs inside the user's process is called by them."""
+        """A core without requests waits for its input; one inside the user's own process waits for their next call."""
         from vllm.v1.engine import EngineCoreRequestType  # noqa: PLC0415
 
-        if hasattr(self._core, "input_queue") and not self._is_called:
+        if hasattr(self._core, "_idle_state_callbacks") and hasattr(self._core, "input_queue") and not self._is_called:
             self._is_called = True
             self._core._idle_state_callbacks.append(self._attend_idle)
             self._core.input_queue.put_nowait((EngineCoreRequestType.WAKEUP, None))

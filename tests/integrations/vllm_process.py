@@ -1,0 +1,112 @@
+"""vLLM engines in a process of their own: loaded one after the other, asked what they hold and say."""
+
+from __future__ import annotations
+
+import gc
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tests.integrations.tiny_models import PROMPTS
+
+NUM_TOKENS = 16
+ENVIRONMENT = {
+    "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB; otherwise a fraction of all memory
+    "VLLM_CPU_OMP_THREADS_BIND": "0|1",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Look:
+    """What an engine holds and says at one moment."""
+
+    tokens: list[list[int]]
+    checksums: list[dict[str, str]]
+    """vLLM's own, of every parameter of every rank."""
+    versions: list[str]
+    """Of the tokens, in order."""
+    status: list[dict[str, Any]]
+    """What weft's plug-in says of every rank."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Load:
+    """Which engine to load."""
+
+    checkpoint: Path
+    controller: str = ""
+    """Where to get versions from; without one the engine is never written to."""
+    num_ranks: int = 1
+    expert_parallel: bool = False
+    can_generate: bool = True
+    cache: str = "keep"
+
+
+def run_engines(pipe: Any) -> None:
+    """Load, look, unload, as asked."""
+    os.environ.update(ENVIRONMENT)
+    engine: _Engine | None = None
+    while True:
+        while not pipe.poll(0.005):
+            if engine is not None:
+                engine.step()
+        match pipe.recv():
+            case None:
+                return
+            case Load() as load:
+                engine = _Engine(load)
+                pipe.send("loaded")
+            case "look":
+                assert engine is not None
+                pipe.send(engine.look())
+            case "unload":
+                engine = None
+                gc.collect()
+                pipe.send("unloaded")
+
+
+class _Engine:
+    def __init__(self, load: Load) -> None:
+        # Several ranks are processes of their own; one lives in this process.
+        self._is_alone = load.num_ranks == 1
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0" if self._is_alone else "1"
+        import vllm  # noqa: PLC0415
+
+        ours = {
+            "weight_transfer_config": {"backend": "weft"},
+            "additional_config": {"weft": {"controller": load.controller, "cache": load.cache}},
+        }
+        self._load = load
+        self._llm = vllm.LLM(
+            str(load.checkpoint),
+            skip_tokenizer_init=True,
+            enforce_eager=True,
+            max_model_len=256,
+            max_num_seqs=1,  # requests that are computed together may differ in the last bit
+            dtype="float32",
+            tensor_parallel_size=load.num_ranks,
+            enable_expert_parallel=load.expert_parallel,
+            **(ours if load.controller else {}),
+        )
+        self._greedy = vllm.SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True, detokenize=False)
+
+    def step(self) -> None:
+        """An engine inside this process takes versions when it is called."""
+        if self._is_alone:
+            self._llm.llm_engine.engine_core.engine_core.step()
+
+    def look(self) -> Look:
+        answers = []
+        if self._load.can_generate:
+            prompts = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
+            answers = [answer.outputs[0] for answer in self._llm.generate(prompts, self._greedy, use_tqdm=False)]
+        return Look(
+            tokens=[list(answer.token_ids) for answer in answers],
+            checksums=self._llm.collective_rpc("compute_weight_checksums"),
+            versions=[span.version for answer in answers for span in answer.weight_versions],
+            status=self._llm.collective_rpc("weft_status") if self._load.controller else [],
+        )
