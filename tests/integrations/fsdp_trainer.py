@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,6 +22,9 @@ from tests.support.processes import Process
 from weft.integrations.hf import checkpoint_weights
 
 WAIT_S = 60.0
+SEEDS = (1, 2, 3)
+READY_S = 180.0
+"""For processes to import everything and make a model, with an engine busy beside them."""
 
 
 def free_port() -> int:
@@ -38,25 +44,46 @@ def fill(model: torch.nn.Module, whole: torch.nn.Module) -> None:
                 tensor.copy_(values[name])
 
 
-def rank_of_trainer(pipe: Any, rank: int, world: int, port: int, kind: str, address: str) -> None:
+def rank_of_trainer(pipe: Any, rank: int, world: int, port: int) -> None:
+    """Train any kind of model for any controller, one after the other."""
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
     torch.set_num_threads(1)
     dist.init_process_group("gloo", rank=rank, world_size=world)
+    while (request := _next(pipe)) is not None:
+        kind, address = request
+        _train(pipe, rank, sharded(kind, world), kind, address)
+    dist.destroy_process_group()
+
+
+def sharded(kind: str, world: int) -> torch.nn.Module:
     model = make_model(kind, seed=0)
+    mesh = init_device_mesh("cpu", (world,))
     for layer in model.model.layers:
-        fully_shard(layer, mesh=init_device_mesh("cpu", (world,)))
-    fully_shard(model, mesh=init_device_mesh("cpu", (world,)))
+        fully_shard(layer, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def _train(pipe: Any, rank: int, model: torch.nn.Module, kind: str, address: str) -> None:
+    values = {seed: make_model(kind, seed) for seed in SEEDS}
     with weft.Sender(address, rank=rank, weights=checkpoint_weights(model), timeout_s=WAIT_S) as sender:
+        pipe.send("ready")
         while (request := _next(pipe)) is not None:
             version, seed = request
-            fill(model, make_model(kind, seed))
+            fill(model, values[seed])
             try:
                 publication = sender.publish(version=version)
                 publication.wait_committed(WAIT_S)
                 pipe.send("committed")
             except weft.WeftError as error:
-                pipe.send(error)
-    dist.destroy_process_group()
+                pipe.send(Refusal(str(error), getattr(error, "problems", ())))
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """Why a version was not served."""
+
+    message: str
+    problems: tuple[str, ...]
 
 
 def _next(pipe: Any) -> Any:
@@ -67,23 +94,31 @@ def _next(pipe: Any) -> Any:
 class Trainer:
     """All ranks of one trainer."""
 
-    def __init__(self, stack: ExitStack, kind: str, address: str, world: int = 2) -> None:
+    def __init__(self, stack: ExitStack, world: int = 2) -> None:
         port = free_port()
-        self.ranks = [
-            Process.started(stack, rank_of_trainer, rank, world, port, kind, address) for rank in range(world)
-        ]
+        self.ranks = [Process.started(stack, rank_of_trainer, rank, world, port) for rank in range(world)]
+
+    @contextmanager
+    def training(self, kind: str, address: str) -> Iterator[Trainer]:
+        """Join a controller with a model; leave it afterwards."""
+        for rank in self.ranks:
+            rank.ask((kind, address))
+        for rank in self.ranks:
+            assert rank.answer(READY_S) == "ready"
+        try:
+            yield self
+        finally:
+            for rank in self.ranks:
+                with contextlib.suppress(OSError):  # it was killed
+                    rank.ask(None)
 
     def publish(self, version: int, seed: int) -> None:
-        """Publish and wait until it is served; raises what a rank raised."""
-        self.begin(version, seed)
-        self.finish()
+        """Publish and wait until it is served."""
+        refusals = self.try_to_publish(version, seed)
+        assert not refusals, refusals
 
-    def begin(self, version: int, seed: int) -> None:
+    def try_to_publish(self, version: int, seed: int) -> list[Refusal]:
         for rank in self.ranks:
             rank.ask((version, seed))
-
-    def finish(self) -> None:
         answers = [rank.answer(2 * WAIT_S) for rank in self.ranks]
-        for answer in answers:
-            if isinstance(answer, Exception):
-                raise answer
+        return [answer for answer in answers if isinstance(answer, Refusal)]

@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
 
 import pytest
 
@@ -33,10 +34,37 @@ WAIT_S = 60.0
 
 
 @pytest.fixture(scope="module")
-def engines() -> Iterator[dict[str, Process]]:
-    """Two processes that import vLLM once and load what they are asked to."""
+def live() -> Iterator[Process]:
+    """A process that imports vLLM once and loads what it is asked to."""
     with ExitStack() as stack:
-        yield {name: Process.started(stack, run_engines, daemon=False) for name in ("live", "fresh")}
+        yield Process.started(stack, run_engines, daemon=False)
+
+
+@pytest.fixture(scope="module")
+def fresh() -> Iterator[Process]:
+    """Another one."""
+    with ExitStack() as stack:
+        yield Process.started(stack, run_engines, daemon=False)
+
+
+@pytest.fixture(scope="module")
+def trainer() -> Iterator[Trainer]:
+    with ExitStack() as stack:
+        yield Trainer(stack)
+
+
+@contextmanager
+def loaded(live: Process, fresh: Process, folder: Path, kind: str, controller: weft.Controller, **options):
+    """A live engine with the checkpoint of seed 1, and a fresh one with that of seed 2."""
+    first, second = (save_checkpoint(kind, seed, folder) for seed in (1, 2))
+    live.ask(Load(checkpoint=first, controller=controller.address, **options))
+    fresh.ask(Load(checkpoint=second, **options))
+    for process in (live, fresh):
+        assert process.answer(LOAD_S) == "loaded"
+    yield
+    for process in (live, fresh):
+        process.ask("unload")
+        assert process.answer(WAIT_S) == "unloaded"
 
 
 def look(process: Process) -> Look:
@@ -63,25 +91,13 @@ def settings(mode: str, delta: str) -> weft.TransferSettings:
         ("mla", 2, "patch", "on"),
     ],
 )
-def test_tokens_and_checksums_are_those_of_a_fresh_engine(engines, tmp_path, kind, num_ranks, mode, delta):
-    first, second = (save_checkpoint(kind, seed, tmp_path) for seed in (1, 2))
-    live, fresh = engines["live"], engines["fresh"]
-    with ExitStack() as stack:
-        controller = stack.enter_context(
-            weft.Controller(
-                num_trainers=2,
-                num_engine_ranks=num_ranks,
-                ranks_per_engine=num_ranks,
-                settings=settings(mode, delta),
-            )
-        )
-        trainer = Trainer(stack, kind, controller.address)
-        live.ask(Load(checkpoint=first, controller=controller.address, num_ranks=num_ranks))
-        stack.callback(lambda: (live.ask("unload"), live.answer(WAIT_S)))
-        fresh.ask(Load(checkpoint=second, num_ranks=num_ranks))
-        stack.callback(lambda: (fresh.ask("unload"), fresh.answer(WAIT_S)))
-        for process in (live, fresh):
-            assert process.answer(LOAD_S) == "loaded"
+def test_tokens_and_checksums_are_those_of_a_fresh_engine(live, fresh, trainer, tmp_path, kind, num_ranks, mode, delta):
+    ranks = {"num_engine_ranks": num_ranks, "ranks_per_engine": num_ranks}
+    with (
+        weft.Controller(num_trainers=2, **ranks, settings=settings(mode, delta)) as controller,
+        trainer.training(kind, controller.address),
+        loaded(live, fresh, tmp_path, kind, controller, num_ranks=num_ranks),
+    ):
         expected = {1: look(live), 2: look(fresh)}
         assert all(a != b for a, b in zip(expected[1].tokens, expected[2].tokens, strict=True))
         for version, seed in enumerate((2, 1, 2, 1), start=1):
@@ -93,22 +109,15 @@ def test_tokens_and_checksums_are_those_of_a_fresh_engine(engines, tmp_path, kin
             assert [rank["version"] for rank in found.status] == [version] * num_ranks
 
 
-def test_experts_on_two_ranks(engines, tmp_path):
+def test_experts_on_two_ranks(live, fresh, trainer, tmp_path):
     """vLLM for CPU loads experts spread over ranks, but crashes when it generates: only what it holds is compared."""
-    first, second = (save_checkpoint("moe", seed, tmp_path) for seed in (1, 2))
     spread = {"num_ranks": 2, "expert_parallel": True, "can_generate": False}
-    live, fresh = engines["live"], engines["fresh"]
-    with ExitStack() as stack:
-        controller = stack.enter_context(
-            weft.Controller(num_trainers=2, num_engine_ranks=2, ranks_per_engine=2, settings=settings("shadow", "off"))
-        )
-        trainer = Trainer(stack, "moe", controller.address)
-        live.ask(Load(checkpoint=first, controller=controller.address, **spread))
-        stack.callback(lambda: (live.ask("unload"), live.answer(WAIT_S)))
-        fresh.ask(Load(checkpoint=second, **spread))
-        stack.callback(lambda: (fresh.ask("unload"), fresh.answer(WAIT_S)))
-        for process in (live, fresh):
-            assert process.answer(LOAD_S) == "loaded"
+    ranks = {"num_engine_ranks": 2, "ranks_per_engine": 2}
+    with (
+        weft.Controller(num_trainers=2, **ranks, settings=settings("shadow", "off")) as controller,
+        trainer.training("moe", controller.address),
+        loaded(live, fresh, tmp_path, "moe", controller, **spread),
+    ):
         before, expected = look(live), look(fresh)
         assert before.checksums != expected.checksums
         trainer.publish(1, 2)

@@ -12,6 +12,7 @@ from tests.integrations.tiny_models import PROMPTS
 
 NUM_TOKENS = 16
 ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine core lives in the process that makes it; several ranks do not
     "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB; otherwise a fraction of all memory
     "VLLM_CPU_OMP_THREADS_BIND": "0|1",
     "VLLM_LOGGING_LEVEL": "ERROR",
@@ -46,6 +47,21 @@ class Load:
     cache: str = "keep"
 
 
+@dataclass(frozen=True, slots=True)
+class Continue:
+    """What greedy tokens follow each of these beginnings?"""
+
+    beginnings: list[list[int]]
+    counts: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Join:
+    """Get versions from another controller from now on."""
+
+    controller: str
+
+
 def run_engines(pipe: Any) -> None:
     """Load, look, unload, as asked."""
     os.environ.update(ENVIRONMENT)
@@ -63,6 +79,13 @@ def run_engines(pipe: Any) -> None:
             case "look":
                 assert engine is not None
                 pipe.send(engine.look())
+            case Continue() as request:
+                assert engine is not None
+                pipe.send(engine.tokens_after(request))
+            case Join(controller=controller):
+                assert engine is not None
+                engine.join(controller)
+                pipe.send("joined")
             case "unload":
                 engine = None
                 gc.collect()
@@ -71,9 +94,6 @@ def run_engines(pipe: Any) -> None:
 
 class _Engine:
     def __init__(self, load: Load) -> None:
-        # Several ranks are processes of their own; one lives in this process.
-        self._is_alone = load.num_ranks == 1
-        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0" if self._is_alone else "1"
         import vllm  # noqa: PLC0415
 
         ours = {
@@ -95,9 +115,21 @@ class _Engine:
         self._greedy = vllm.SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True, detokenize=False)
 
     def step(self) -> None:
-        """An engine inside this process takes versions when it is called."""
-        if self._is_alone:
-            self._llm.llm_engine.engine_core.engine_core.step()
+        """An engine core inside this process takes versions when it is called."""
+        self._llm.llm_engine.engine_core.engine_core.step()
+
+    def join(self, controller: str) -> None:
+        self._llm.init_weight_transfer_engine({"init_info": {"controller": controller}})
+
+    def tokens_after(self, request: Continue) -> list[list[int]]:
+        import vllm  # noqa: PLC0415
+
+        found = []
+        for beginning, count in zip(request.beginnings, request.counts, strict=True):
+            greedy = vllm.SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True, detokenize=False)
+            (answer,) = self._llm.generate([{"prompt_token_ids": beginning}], greedy, use_tqdm=False)
+            found.append(list(answer.outputs[0].token_ids))
+        return found
 
     def look(self) -> Look:
         answers = []

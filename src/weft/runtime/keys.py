@@ -11,6 +11,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import zmq
 
@@ -71,6 +72,14 @@ def load_keys(path: Path) -> Keys:
 def load_public(path: Path) -> str:
     """The public half from a `.pub` or `.key` file."""
     return _half(path, "public")
+
+
+def member_security(folder: str, name: str) -> dict[str, Any]:
+    """What Sender and Receiver need to be let in: their own key and the controller's; nothing without a folder."""
+    if not folder:
+        return {}
+    path = Path(folder)
+    return {"keys": load_keys(path / f"{name}.key"), "server_public": load_public(path / "controller.pub")}
 
 
 def load_allowed(folder: Path) -> frozenset[str]:

@@ -22,14 +22,13 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten
 
 from weft.core.layout import Tensor
 from weft.errors import LayoutError
 from weft.integrations.checkpoint import checkpoint_tensors
 from weft.integrations.dtypes import NAMES
 from weft.integrations.torch import weights_of_pieces
+from weft.integrations.touching import touched_modules
 from weft.integrations.tracing import trace_loader
 from weft.integrations.vllm import BACKEND
 from weft.runtime.weights import Weights
@@ -85,46 +84,10 @@ def _noting_touched(process: Any) -> Any:
         if not _is_ours():
             process(model, *args)
             return
-        before = {name: _state(module) for name, module in model.named_modules()}
-        with _Touches(model) as touches:
-            process(model, *args)
-        changed = {name for name, module in model.named_modules() if _state(module) != before.get(name)}
-        _SEEN.setdefault(model, _Seen()).touched = changed | touches.modules
+        touched = touched_modules(model, lambda: process(model, *args))
+        _SEEN.setdefault(model, _Seen()).touched = touched
 
     return noting
-
-
-def _state(module: torch.nn.Module) -> Any:
-    """What processing would change about a module: its parameters' memory, and objects it holds beside them."""
-    parameters = {
-        name: (id(parameter), parameter.data_ptr(), tuple(parameter.shape), tuple(parameter.stride()))
-        for name, parameter in module.named_parameters(recurse=False)
-    }
-    plain = (bool, int, float, str, type(None), dict, set, torch.nn.Module)
-    held = {name: id(value) for name, value in vars(module).items() if not isinstance(value, plain)}
-    return parameters, held
-
-
-class _Touches(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Modules whose parameters meet any operation, even a view: somebody may have kept what was made of them."""
-
-    def __init__(self, model: torch.nn.Module) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.modules: set[str] = set()
-        self._owners: dict[int, set[str]] = {}
-        for name, module in model.named_modules():
-            for parameter in module.parameters(recurse=False):
-                self._owners.setdefault(parameter.untyped_storage()._cdata, set()).add(name)
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if func is not torch.ops.aten.equal.default:  # tied embeddings are looked for by comparing
-            for value in tree_flatten((args, kwargs))[0]:
-                if isinstance(value, torch.Tensor):
-                    self.modules |= self._owners.get(value.untyped_storage()._cdata, set())
-        return func(*args, **kwargs)
 
 
 @dataclass(frozen=True, slots=True)

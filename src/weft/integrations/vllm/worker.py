@@ -11,7 +11,6 @@ import logging
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,7 +25,7 @@ from vllm.distributed.weight_transfer.base import (
 from weft.config import EngineSettings, engine_settings
 from weft.errors import VersionError, WeftError
 from weft.integrations.vllm.loading import LoadedModel
-from weft.runtime.keys import load_keys, load_public
+from weft.runtime.keys import member_security
 from weft.runtime.receiver import Receiver
 
 log = logging.getLogger("vllm.weft")
@@ -97,7 +96,7 @@ class WeftTransfer(WeightTransferEngine[WeftInit, WeftUpdate]):
             rank=self.rank,
             weights=self._loaded.weights(),
             on_wanted=self._notice,
-            **_security(settings),
+            **member_security(settings.keys, settings.key),
         )
 
     def init_transfer_engine(self, init_info: WeftInit) -> None:
@@ -180,13 +179,6 @@ def settings_of(vllm_config: Any) -> EngineSettings:
 def _additional(vllm_config: Any) -> dict[str, Any]:
     additional = vllm_config.additional_config
     return dict(additional.get("weft", {})) if isinstance(additional, Mapping) else {}
-
-
-def _security(settings: EngineSettings) -> dict[str, Any]:
-    if not settings.keys:
-        return {}
-    folder = Path(settings.keys)
-    return {"keys": load_keys(folder / f"{settings.key}.key"), "server_public": load_public(folder / "controller.pub")}
 
 
 def extend_workers() -> None:

@@ -1,0 +1,198 @@
+"""A vLLM server that answers requests while versions arrive, and while trainers die."""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+
+import weft
+from tests.integrations.fsdp_trainer import Trainer
+from tests.integrations.tiny_models import PROMPTS, make_model, save_checkpoint
+from tests.integrations.vllm_process import Continue, Load, run_engines
+from tests.integrations.vllm_server import Answer, Server, serving
+from tests.support.processes import Process
+
+pytestmark = [
+    pytest.mark.engines,
+    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"),
+]
+
+WAIT_S = 60.0
+LOAD_S = 240.0
+KIND = "qwen3"
+NUM_VERSIONS = 20
+NUM_STREAMS = 3
+NUM_TOKENS = 40
+
+
+@pytest.fixture(scope="module")
+def controller() -> Iterator[weft.Controller]:
+    settings = weft.TransferSettings(silence_s=10.0, version_s=WAIT_S)
+    with weft.Controller(num_trainers=2, num_engine_ranks=1, settings=settings) as controller:
+        yield controller
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("checkpoints")
+
+
+@pytest.fixture(scope="module")
+def server(controller, folder) -> Iterator[Server]:
+    checkpoint = save_checkpoint(KIND, 1, folder)
+    with serving(checkpoint, folder / "server.log", controller=controller.address, cache="recompute") as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def fresh() -> Iterator[Process]:
+    with ExitStack() as stack:
+        yield Process.started(stack, run_engines, daemon=False)
+
+
+class Stream(threading.Thread):
+    """A client that asks for one answer after the other, until it is told to stop."""
+
+    def __init__(self, server: Server, prompts: list[list[int]]) -> None:
+        super().__init__(daemon=True)
+        self._server, self._prompts = server, prompts
+        self._is_over = threading.Event()
+        self.answers: list[Answer] = []
+        self.errors: list[Exception] = []
+
+    def run(self) -> None:
+        for prompt in itertools.cycle(self._prompts):
+            if self._is_over.is_set():
+                return
+            try:
+                self.answers.append(self._server.generate(prompt, NUM_TOKENS))
+            except Exception as error:
+                self.errors.append(error)
+                return
+
+    def stop(self) -> None:
+        self._is_over.set()
+        self.join(WAIT_S)
+        assert not self.is_alive()
+
+
+def seed_of(version: str) -> int:
+    """Which weights a version has: the server's own checkpoint, then those of seeds 2 and 3 in turn."""
+    return 1 if version == "default" else 2 + int(version) % 2
+
+
+def check_explained(answers: list[Answer], fresh: Process, folder) -> None:
+    """Every span of tokens is what a fresh engine with that version's weights says after what was there before."""
+    by_seed: dict[int, list[tuple[list[int], list[int]]]] = {}
+    for answer in answers:
+        for version, start, end in answer.spans:
+            before, said = answer.prompt + answer.tokens[:start], answer.tokens[start:end]
+            by_seed.setdefault(seed_of(version), []).append((before, said))
+    for seed, spans in by_seed.items():
+        fresh.ask(Load(checkpoint=save_checkpoint(KIND, seed, folder)))
+        assert fresh.answer(LOAD_S) == "loaded"
+        fresh.ask(Continue([before for before, _ in spans], [len(said) for _, said in spans]))
+        assert fresh.answer(LOAD_S) == [said for _, said in spans]
+        fresh.ask("unload")
+        fresh.answer(WAIT_S)
+
+
+def test_versions_arrive_while_requests_stream(controller, server, fresh, folder):
+    with ExitStack() as stack:
+        trainer = Trainer(stack)
+        streams = [Stream(server, [list(p) for p in PROMPTS[i:] + PROMPTS[:i]]) for i in range(NUM_STREAMS)]
+        with trainer.training(KIND, controller.address):
+            for stream in streams:
+                stream.start()
+            for version in range(1, NUM_VERSIONS + 1):
+                trainer.publish(version, seed_of(str(version)))
+            for stream in streams:
+                stream.stop()
+    assert server.version == str(NUM_VERSIONS)
+    answers = [answer for stream in streams for answer in stream.answers]
+    assert not [error for stream in streams for error in stream.errors]
+    for answer in answers:
+        assert len(answer.tokens) == NUM_TOKENS
+        borders = [0, *(end for _, _, end in answer.spans)]
+        assert [start for _, start, _ in answer.spans] == borders[:-1]
+        assert borders[-1] == NUM_TOKENS
+    met = {version for answer in answers for version, _, _ in answer.spans}
+    assert len(met) > 3, "the streams met hardly any version"
+    changing = [answer for answer in answers if len(answer.spans) > 1]
+    assert changing, "no answer saw the weights change"
+    steady = [answer for answer in answers if len(answer.spans) == 1]
+    check_explained(changing[:15] + steady[-5:], fresh, folder)
+    (status,) = server.status()
+    assert status["pause_s"] > 0
+
+
+def test_a_trainer_that_dies_half_way_leaves_the_version_before(controller, server, fresh, folder):
+    before = server.version
+    with ExitStack() as stack:
+        trainer = Trainer(stack)
+        with ThreadPoolExecutor(1) as asking, trainer.training(KIND, controller.address):
+            said = server.generate(list(PROMPTS[3]), 16)
+            trainer.publish(int(before) + 2, seed_of(str(int(before) + 2)))
+            assert server.version == str(int(before) + 2)
+            os.kill(trainer.ranks[1].pid, signal.SIGSTOP)  # its half of the next version will not come
+            for rank in trainer.ranks:
+                rank.ask((int(before) + 4, seed_of(str(int(before) + 4))))
+            during = asking.submit(server.generate, list(PROMPTS[3]), 16)
+            for rank in trainer.ranks:
+                rank.kill()
+            assert during.result(WAIT_S).tokens == said.tokens  # versions of the same parity have the same weights
+    assert server.version == str(int(before) + 2)
+    assert server.generate(list(PROMPTS[3]), 16).tokens == said.tokens
+    with ExitStack() as stack:  # and another trainer goes on
+        trainer = Trainer(stack)
+        with trainer.training(KIND, controller.address):
+            trainer.publish(int(before) + 7, seed_of(str(int(before) + 7)))
+    assert server.version == str(int(before) + 7)
+    answer = server.generate(list(PROMPTS[3]), 16)
+    assert answer.tokens != said.tokens
+    check_explained([answer], fresh, folder)
+
+
+def vllm_client(pipe: Any, url: str, seeds: tuple[int, ...]) -> None:
+    """A trainer that speaks vLLM's own protocol."""
+    from vllm.distributed.weight_transfer import WeightTransferTrainerFactory  # noqa: PLC0415
+    from vllm.distributed.weight_transfer.base import ModuleSource  # noqa: PLC0415
+    from vllm.distributed.weight_transfer.clients import HTTPVLLMWeightSyncClient  # noqa: PLC0415
+
+    from tests.integrations.fsdp_trainer import fill  # noqa: PLC0415
+    from weft.integrations.vllm import register  # noqa: PLC0415
+    from weft.integrations.vllm.trainer import WeftTrainerInit  # noqa: PLC0415
+
+    register()
+    model = make_model(KIND, 1)
+    engine = WeightTransferTrainerFactory.trainer_init(
+        WeftTrainerInit(rank=0), client=HTTPVLLMWeightSyncClient(url), source=ModuleSource(model)
+    )
+    for seed in seeds:
+        fill(model, make_model(KIND, seed))
+        engine.send_weights()
+        pipe.send(seed)
+        assert pipe.recv() == "looked"
+    engine.shutdown()
+
+
+def test_vllms_own_protocol(server, fresh, folder):
+    server.post("pause?mode=keep")
+    server.post("resume")
+    with ExitStack() as stack:
+        trainer = Process.started(stack, vllm_client, server.url, (3, 2))
+        for version, seed in ((1, 3), (2, 2)):
+            assert trainer.answer(LOAD_S) == seed
+            answer = server.generate(list(PROMPTS[3]), 16)
+            assert answer.spans == [(str(version), 0, 16)]
+            check_explained([answer], fresh, folder)
+            trainer.ask("looked")
