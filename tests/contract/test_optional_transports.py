@@ -21,6 +21,8 @@ from weft.transport.chunked import CHUNK_BYTES
 from weft.transport.mooncake import PIECES_PER_CALL, MooncakeTransport, at_most, merge_overlaps
 from weft.transport.uccl import UcclTransport
 
+pytestmark = pytest.mark.engines
+
 NUM_BYTES = 1 << 20
 SOON_S = 5.0
 ANSWER_S = 20.0

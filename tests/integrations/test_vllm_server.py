@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
-import itertools
 import os
 import signal
-import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -15,10 +13,12 @@ from typing import Any
 import pytest
 
 import weft
+from tests.integrations.engine_server import Answer
 from tests.integrations.fsdp_trainer import Trainer
+from tests.integrations.streams import Stream, check_spans, spans_by
 from tests.integrations.tiny_models import PROMPTS, make_model, save_checkpoint
 from tests.integrations.vllm_process import Continue, Load, run_engines
-from tests.integrations.vllm_server import Answer, Server, serving
+from tests.integrations.vllm_server import VllmServer, serving
 from tests.support.processes import Process
 
 pytestmark = [
@@ -47,7 +47,7 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def server(controller, folder) -> Iterator[Server]:
+def server(controller, folder) -> Iterator[VllmServer]:
     checkpoint = save_checkpoint(KIND, 1, folder)
     with serving(checkpoint, folder / "server.log", controller=controller.address, cache="recompute") as server:
         yield server
@@ -59,32 +59,6 @@ def fresh() -> Iterator[Process]:
         yield Process.started(stack, run_engines, daemon=False)
 
 
-class Stream(threading.Thread):
-    """A client that asks for one answer after the other, until it is told to stop."""
-
-    def __init__(self, server: Server, prompts: list[list[int]]) -> None:
-        super().__init__(daemon=True)
-        self._server, self._prompts = server, prompts
-        self._is_over = threading.Event()
-        self.answers: list[Answer] = []
-        self.errors: list[Exception] = []
-
-    def run(self) -> None:
-        for prompt in itertools.cycle(self._prompts):
-            if self._is_over.is_set():
-                return
-            try:
-                self.answers.append(self._server.generate(prompt, NUM_TOKENS))
-            except Exception as error:
-                self.errors.append(error)
-                return
-
-    def stop(self) -> None:
-        self._is_over.set()
-        self.join(WAIT_S)
-        assert not self.is_alive()
-
-
 def seed_of(version: str) -> int:
     """Which weights a version has: the server's own checkpoint, then those of seeds 2 and 3 in turn."""
     return 1 if version == "default" else 2 + int(version) % 2
@@ -92,12 +66,7 @@ def seed_of(version: str) -> int:
 
 def check_explained(answers: list[Answer], fresh: Process, folder) -> None:
     """Every span of tokens is what a fresh engine with that version's weights says after what was there before."""
-    by_seed: dict[int, list[tuple[list[int], list[int]]]] = {}
-    for answer in answers:
-        for version, start, end in answer.spans:
-            before, said = answer.prompt + answer.tokens[:start], answer.tokens[start:end]
-            by_seed.setdefault(seed_of(version), []).append((before, said))
-    for seed, spans in by_seed.items():
+    for seed, spans in spans_by(answers, seed_of).items():
         fresh.ask(Load(checkpoint=save_checkpoint(KIND, seed, folder)))
         assert fresh.answer(LOAD_S) == "loaded"
         fresh.ask(Continue([before for before, _ in spans], [len(said) for _, said in spans]))
@@ -109,22 +78,15 @@ def check_explained(answers: list[Answer], fresh: Process, folder) -> None:
 def test_versions_arrive_while_requests_stream(controller, server, fresh, folder):
     with ExitStack() as stack:
         trainer = Trainer(stack)
-        streams = [Stream(server, [list(p) for p in PROMPTS[i:] + PROMPTS[:i]]) for i in range(NUM_STREAMS)]
+        streams = [Stream(server.generate, PROMPTS[i:] + PROMPTS[:i], NUM_TOKENS) for i in range(NUM_STREAMS)]
         with trainer.training(KIND, controller.address):
             for stream in streams:
                 stream.start()
             for version in range(1, NUM_VERSIONS + 1):
                 trainer.publish(version, seed_of(str(version)))
-            for stream in streams:
-                stream.stop()
+            answers = [answer for stream in streams for answer in stream.stop()]
     assert server.version == str(NUM_VERSIONS)
-    answers = [answer for stream in streams for answer in stream.answers]
-    assert not [error for stream in streams for error in stream.errors]
-    for answer in answers:
-        assert len(answer.tokens) == NUM_TOKENS
-        borders = [0, *(end for _, _, end in answer.spans)]
-        assert [start for _, start, _ in answer.spans] == borders[:-1]
-        assert borders[-1] == NUM_TOKENS
+    check_spans(answers, NUM_TOKENS)
     met = {version for answer in answers for version, _, _ in answer.spans}
     assert len(met) > 3, "the streams met hardly any version"
     changing = [answer for answer in answers if len(answer.spans) > 1]

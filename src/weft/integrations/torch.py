@@ -68,9 +68,16 @@ def weights_of(
     return _checked_weights(named, {})
 
 
-def weights_of_tensors(tensors: Mapping[str, torch.Tensor]) -> Weights:
-    """Whole tensors, by name."""
-    return _checked_weights([_Named((name,), tensor, tensor) for name, tensor in tensors.items()], {})
+def weights_of_tensors(tensors: Mapping[str, torch.Tensor], *, parts: Mapping[str, Part] | None = None) -> Weights:
+    """Tensors by name; `parts` says which box of its tensor one is, where it is not the whole."""
+    given = parts or {}
+    named = [
+        _Named((name,), tensor, tensor, parts=(given[name],) if name in given else ())
+        for name, tensor in tensors.items()
+    ]
+    if not named:
+        raise LayoutError("there are no tensors to transfer")
+    return _checked_weights(named, {})
 
 
 def weights_of_pieces(

@@ -11,7 +11,6 @@ sends what it yields, from memory that is kept. A trainer that uses `weft.Sender
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Self
@@ -21,7 +20,8 @@ from vllm.distributed.weight_transfer.base import ModuleSource, TrainerInitInfo,
 
 from weft.config import TransferSettings
 from weft.integrations.hf import checkpoint_weights
-from weft.integrations.torch import weights_of, weights_of_tensors
+from weft.integrations.staged import StagedTensors
+from weft.integrations.torch import weights_of
 from weft.integrations.vllm import BACKEND
 from weft.runtime.controller import Controller
 from weft.runtime.sender import Publication, Sender
@@ -53,7 +53,7 @@ class WeftTrainer(TrainerWeightTransferEngine[WeftTrainerInit]):
         self._timeout_s, self._version = init_info.timeout_s, 0
         self._controller: Controller | None = None
         self._sender: Sender | None = None
-        self._memory: dict[str, torch.Tensor] = {}
+        self._staged = StagedTensors()
         every_rank_sends = isinstance(source, ModuleSource)
         address = init_info.controller
         if self.is_sender:
@@ -67,7 +67,7 @@ class WeftTrainer(TrainerWeightTransferEngine[WeftTrainerInit]):
             address = self._controller.address
             client.init_weight_transfer_engine({"controller": address})
         if self.is_sender or every_rank_sends:
-            weights = _weights_of(source._module) if every_rank_sends else self._kept_memory()
+            weights = _weights_of(source._module) if every_rank_sends else self._first_staged()
             self._sender = Sender(address, rank=init_info.rank, weights=weights, timeout_s=init_info.timeout_s)
         self._calls = ThreadPoolExecutor(max_workers=1, thread_name_prefix="weft-vllm-client")
 
@@ -82,7 +82,7 @@ class WeftTrainer(TrainerWeightTransferEngine[WeftTrainerInit]):
         """Publish the next version, and return when the engines serve it. Called on every trainer rank."""
         self._version += 1
         if not isinstance(self.source, ModuleSource):
-            self._fill_memory()
+            self._walk_source()
         publication = None if self._sender is None else self._sender.publish(version=self._version)
         if self.is_sender:
             assert publication is not None
@@ -103,21 +103,20 @@ class WeftTrainer(TrainerWeightTransferEngine[WeftTrainerInit]):
             served.result()
         self.client.finish_weight_update(weight_version=str(self._version))
 
-    def _kept_memory(self) -> Weights:
+    def _first_staged(self) -> Weights:
         """Memory for a source that yields tensors: the same in every round."""
         assert self.source is not None
-        for meta in self.source.metadata():
-            self._memory[meta.name] = torch.empty(meta.shape, dtype=meta.dtype)
-        return weights_of_tensors(self._memory)
+        self._staged.tensors = {meta.name: torch.empty(meta.shape, dtype=meta.dtype) for meta in self.source.metadata()}
+        return self._staged.weights()
 
-    def _fill_memory(self) -> None:
-        for name, tensor in self._yielded():
-            if self.is_sender:
-                self._memory[name].copy_(tensor)
-
-    def _yielded(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def _walk_source(self) -> None:
+        """Making tensors is collective: all ranks walk through them, rank 0 keeps what they hold."""
         assert self.source is not None
-        yield from self.source
+        if self.is_sender:
+            self._staged.fill(self.source)
+        else:
+            for _ in self.source:
+                pass
 
     def shutdown(self) -> None:
         """Leave; the engines go on serving what they have."""

@@ -1,0 +1,380 @@
+"""verl: a checkpoint-engine backend called `weft`.
+
+    actor_rollout_ref.rollout.checkpoint_engine:
+      backend: weft
+      custom_backend_module: weft.integrations.verl
+      engine_kwargs: {weft: {timeout_s: 120}}
+
+verl makes one of these in every actor and every rollout process, and keeps them; every update goes through `prepare`
+(all processes), `build_topology` (the driver), `init_process_group` (all), then `send_weights` beside
+`receive_weights`, `finalize`. The controller lives with the driver, the only one that knows everybody, as long as the
+same processes take part. Actors send from memory that is kept, and rollouts receive into theirs; plan and connections
+serve all updates.
+
+verl hands out whole tensors on every actor rank, so rank 0 sends (`senders: all` lets all ranks send a part each). With
+`WeftManager` as `checkpoint_manager_class` actors send the shards they hold: nothing is gathered or copied.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import time
+import uuid
+from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any, ClassVar
+
+import ray
+import torch
+import zmq
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from verl.checkpoint_engine.base import CheckpointEngine, CheckpointEngineManager, CheckpointEngineRegistry
+
+from weft.config import TransferSettings
+from weft.errors import LayoutError, VersionError
+from weft.integrations.dtypes import NAMES
+from weft.integrations.torch import weights_of, weights_of_tensors
+from weft.runtime.controller import Controller
+from weft.runtime.keys import Keys
+from weft.runtime.receiver import Receiver
+from weft.runtime.sender import Sender
+from weft.runtime.weights import Part
+
+SPLIT_BYTES = 1 << 20
+"""Tensors smaller than this are sent by one rank."""
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One tensor that verl hands out, and how it travels: others than floating-point ones as 16-bit words."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @classmethod
+    def of(cls, name: str, tensor: torch.Tensor) -> Entry:
+        """A tensor's entry."""
+        return cls(name, tensor.dtype, tuple(tensor.shape))
+
+    @property
+    def _is_carried(self) -> bool:
+        return self.dtype in NAMES and len(self.shape) > 0 and 0 not in self.shape
+
+    @property
+    def carrier(self) -> tuple[torch.dtype, tuple[int, ...]]:
+        """What it is on its way."""
+        if self._is_carried:
+            return self.dtype, self.shape
+        return torch.float16, ((math.prod(self.shape) * self.dtype.itemsize + 1) // 2,)
+
+    def pack(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor as it travels."""
+        if self._is_carried:
+            return tensor
+        as_bytes = tensor.reshape(-1).contiguous().view(torch.uint8)
+        return torch.nn.functional.pad(as_bytes, (0, as_bytes.numel() % 2)).view(torch.float16)
+
+    def unpack(self, carried: torch.Tensor | None) -> torch.Tensor:
+        """The tensor again; `None` travelled if it is empty."""
+        if carried is None:
+            return torch.empty(self.shape, dtype=self.dtype)
+        if self._is_carried:
+            return carried
+        num_bytes = math.prod(self.shape) * self.dtype.itemsize
+        return carried.view(torch.uint8)[:num_bytes].view(self.dtype).view(self.shape)
+
+
+def _to_text(entries: Iterable[Entry]) -> str:
+    return json.dumps([(entry.name, str(entry.dtype).removeprefix("torch."), entry.shape) for entry in entries])
+
+
+def _from_text(text: bytes) -> list[Entry]:
+    return [Entry(name, getattr(torch, dtype), tuple(shape)) for name, dtype, shape in json.loads(text)]
+
+
+class _Split:
+    """Who sends which rows: decided tensor by tensor, and the same on all ranks."""
+
+    def __init__(self, num_senders: int) -> None:
+        self._bytes = [0] * num_senders
+
+    def rows(self, dtype: torch.dtype, shape: tuple[int, ...]) -> list[tuple[int, int, int]]:
+        """Sender, first row, number of rows."""
+        num_bytes, count = math.prod(shape) * dtype.itemsize, len(self._bytes)
+        if num_bytes < SPLIT_BYTES or shape[0] < count:
+            least = self._bytes.index(min(self._bytes))
+            self._bytes[least] += num_bytes
+            return [(least, 0, shape[0])]
+        cuts = [shape[0] * part // count for part in range(count + 1)]
+        return [(part, cuts[part], cuts[part + 1] - cuts[part]) for part in range(count)]
+
+
+@dataclass(frozen=True, slots=True)
+class _Session:
+    """A controller and those it was made for."""
+
+    members: tuple[str, ...]
+    controller: Controller
+    security: dict[str, Any]
+    """For members on other hosts."""
+
+
+@dataclass(slots=True)
+class _Memory:
+    """What a process holds between updates."""
+
+    entries: list[Entry] = field(default_factory=list)
+    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+    parts: dict[str, Part] = field(default_factory=dict)
+
+
+@CheckpointEngineRegistry.register("weft")
+class WeftCheckpointEngine(CheckpointEngine):
+    """One actor or rollout process. verl calls it on the process's event loop: only waits leave that thread."""
+
+    wire_format = "named_tensors"
+    _sessions: ClassVar[dict[str, _Session]] = {}
+    """In the driver: by the process of actor 0."""
+
+    def __init__(
+        self,
+        bucket_size: int,
+        is_master: bool = False,
+        senders: str = "master",
+        timeout_s: float = 120.0,
+        settings: Mapping[str, Any] | None = None,
+        use_keys: bool = False,
+    ) -> None:
+        """`bucket_size` is verl's; nothing is cut into buckets here."""
+        if senders not in ("master", "all"):
+            raise ValueError(f"senders is `{senders}`; expected master or all")
+        self._is_master, self._timeout_s = is_master, float(timeout_s)
+        given = {"mode": "in_place", "silence_s": 30.0, "version_s": self._timeout_s, **dict(settings or {})}
+        self._options = {"senders": senders, "use_keys": bool(use_keys), "settings": given}
+        self._home = self._uid = uuid.uuid4().hex  # the process; the member, another one after a failure
+        self._node = ray.util.get_node_ip_address().strip("[]")
+        self._store: TCPStore | None = None
+        self._where: tuple[str, int] = ("", 0)
+        self._security: dict[str, Any] = {}
+        self._address, self._num_senders, self._rank = "", 1, -1
+        self._epoch, self._version = "", 0
+        self._sender: Sender | None = None
+        self._receiver: Receiver | None = None
+        self._memory = _Memory()
+
+    def prepare(self) -> dict[str, Any]:
+        """Every process, before every update: who it is."""
+        if self._is_master and self._store is None:
+            self._store = TCPStore(self._node, 0, is_master=True, wait_for_workers=False)
+        return {
+            "home": self._home,
+            "uid": self._uid,
+            "node": self._node,
+            "port": self._store.port if self._store is not None else None,
+            "version": self._version,
+            "options": self._options,
+        }
+
+    @classmethod
+    def build_topology(
+        cls, actor_wg_world_size: int, rollout_world_size: int, metadata: list[dict[str, Any]]
+    ) -> tuple[dict[str, list[Any]], dict[str, list[Any]]]:
+        """The driver, before every update: who takes part, and where the controller is."""
+        master = metadata[0]
+        num_senders = actor_wg_world_size if master["options"]["senders"] == "all" else 1
+        members = tuple(m["uid"] for m in [*metadata[:num_senders], *metadata[actor_wg_world_size:]])
+        session = cls._sessions.get(master["home"])
+        if session is None or session.members != members:
+            if session is not None:
+                session.controller.close()
+            session = cls._sessions[master["home"]] = _new_session(members, num_senders, metadata)
+        common = {
+            "address": session.controller.address,
+            "security": session.security,
+            "num_senders": num_senders,
+            "epoch": uuid.uuid5(uuid.NAMESPACE_OID, session.controller.address + "".join(members)).hex,
+            "version": max(m["version"] for m in metadata) + 1,
+            "store": (master["node"], master["port"]),
+        }
+        senders = [rank if rank < num_senders else -1 for rank in range(actor_wg_world_size)]
+        return _for_each(senders, common), _for_each(list(range(rollout_world_size)), common)
+
+    def init_process_group(
+        self,
+        rank: int,
+        address: str,
+        security: dict[str, Any],
+        num_senders: int,
+        epoch: str,
+        version: int,
+        store: tuple[str, int],
+    ) -> None:
+        """Every process, before every update: what the driver decided."""
+        if epoch != self._epoch:
+            self._forget()
+        self._rank, self._address, self._security = rank, address, security
+        self._num_senders, self._epoch, self._version, self._where = num_senders, epoch, version, store
+
+    def finalize(self) -> None:
+        """After every update: memory, plan and connections serve the next."""
+
+    def _forget(self) -> None:
+        sender, self._sender = self._sender, None
+        receiver, self._receiver = self._receiver, None
+        for member in (sender, receiver):
+            if member is not None:
+                member.close()
+        self._memory = _Memory()
+
+    def _start_over(self, epoch: str) -> None:
+        """After a failure: join as somebody else next time; unless verl has gone on without waiting for it."""
+        if self._epoch == epoch:
+            self._forget()
+            self._uid, self._epoch = uuid.uuid4().hex, ""
+
+    async def send_weights(self, weights: Any, global_steps: int | None = None) -> dict[str, float] | None:
+        """Actors. All ranks walk through the tensors: making them is collective."""
+        if self._rank < 0:
+            for _ in weights:
+                pass
+            return None
+        began, epoch = time.monotonic(), self._epoch
+        try:
+            self._stage(weights)
+            staged = time.monotonic()
+            assert self._sender is not None
+            publication = self._sender.publish(version=self._version)
+            await asyncio.to_thread(publication.wait_committed, self._timeout_s)
+        except BaseException:
+            self._start_over(epoch)
+            raise
+        if not self._is_master:
+            return None
+        return {"weft/stage_s": staged - began, "weft/transfer_s": time.monotonic() - staged}
+
+    @torch.no_grad()
+    def _stage(self, weights: Any) -> None:
+        if hasattr(weights, "get_per_tensor_param"):  # WeftManager hands over the training engine itself
+            self._join_with(weights.module)
+        elif self._sender is None:
+            self._stage_first(weights)
+        else:
+            self._stage_again(weights)
+
+    def _stage_first(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        split, memory = _Split(self._num_senders), self._memory
+        for name, tensor in weights:
+            entry = Entry.of(name, tensor)
+            memory.entries.append(entry)
+            dtype, shape = entry.carrier
+            if 0 in shape:
+                continue
+            for sender, first, count in split.rows(dtype, shape):
+                if sender == self._rank:
+                    rows = entry.pack(tensor)[first : first + count]
+                    memory.tensors[name] = rows.to("cpu", copy=True, memory_format=torch.contiguous_format)
+                    memory.parts[name] = Part(shape=shape, lo=(first, *(0 for _ in shape[1:])))
+        self._say_layout()
+        weights_held = weights_of_tensors(memory.tensors, parts=memory.parts)
+        self._sender = self._new_sender(weights_held)
+
+    def _join_with(self, module: torch.nn.Module) -> None:
+        if self._sender is None:
+            named = module.named_parameters(remove_duplicate=False)
+            self._memory.entries = [Entry.of(name, parameter) for name, parameter in named]
+            self._say_layout()
+            self._sender = self._new_sender(weights_of(module))
+
+    def _new_sender(self, weights: Any) -> Sender:
+        return Sender(self._address, rank=self._rank, weights=weights, timeout_s=self._timeout_s, **self._security)
+
+    def _say_layout(self) -> None:
+        """Rollouts do not know what verl hands out here."""
+        if self._store is not None:
+            self._store.set(f"layout/{self._epoch}", _to_text(self._memory.entries))
+
+    def _stage_again(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        expected = iter(self._memory.entries)
+        for name, tensor in weights:
+            entry, found = next(expected, None), Entry.of(name, tensor)
+            if entry != found:
+                raise LayoutError(f"verl handed out {found} where it was {entry} before")
+            mine = self._memory.tensors.get(name)
+            if mine is not None:
+                first = self._memory.parts[name].lo[0]
+                mine.copy_(found.pack(tensor)[first : first + mine.shape[0]])
+        missing = next(expected, None)
+        if missing is not None:
+            raise LayoutError(f"verl did not hand out {missing}")
+
+    async def receive_weights(self, global_steps: int | None = None) -> AsyncGenerator[tuple[str, torch.Tensor], None]:
+        """Rollouts: all tensors, when all are here and verified."""
+        epoch = self._epoch
+        try:
+            if self._receiver is None:
+                await asyncio.to_thread(self._join)
+            assert self._receiver is not None
+            version = await asyncio.to_thread(self._receiver.take, self._timeout_s)
+            if version != self._version:
+                raise VersionError(f"version {version} came, {self._version} was meant")
+        except BaseException:
+            self._start_over(epoch)
+            raise
+        for entry in self._memory.entries:
+            yield entry.name, entry.unpack(self._memory.tensors.get(entry.name))
+
+    def _join(self) -> None:
+        store = TCPStore(*self._where, is_master=False, wait_for_workers=False)
+        store.set_timeout(timedelta(seconds=self._timeout_s))
+        memory = self._memory
+        memory.entries = _from_text(store.get(f"layout/{self._epoch}"))  # waits until actor 0 has said it
+        carriers = {entry.name: entry.carrier for entry in memory.entries}
+        memory.tensors = {
+            name: torch.empty(shape, dtype=dtype) for name, (dtype, shape) in carriers.items() if 0 not in shape
+        }
+        weights = weights_of_tensors(memory.tensors)
+        self._receiver = Receiver(self._address, rank=self._rank, weights=weights, **self._security)
+
+
+def _for_each(ranks: Sequence[int], common: Mapping[str, Any]) -> dict[str, list[Any]]:
+    """Arguments of every process of a group, as verl wants them: a list for each name."""
+    return {"rank": list(ranks), **{name: [value] * len(ranks) for name, value in common.items()}}
+
+
+def _new_session(members: tuple[str, ...], num_senders: int, metadata: Sequence[Mapping[str, Any]]) -> _Session:
+    """A controller for these members; beyond this host only with keys, which travel with verl's own messages."""
+    here = ray.util.get_node_ip_address().strip("[]")
+    options = metadata[0]["options"]
+    server: dict[str, Any] = {}
+    security: dict[str, Any] = {}
+    address = "tcp://127.0.0.1:*"
+    if options["use_keys"] or {m["node"] for m in metadata} != {here}:
+        own, theirs = _new_keys(), _new_keys()
+        address = f"tcp://[{here}]:*" if ":" in here else f"tcp://{here}:*"
+        server = {"keys": own, "allowed": [theirs.public]}
+        security = {"keys": theirs, "server_public": own.public}
+    controller = Controller(
+        address,
+        num_trainers=num_senders,
+        num_engine_ranks=len(members) - num_senders,
+        settings=TransferSettings(**options["settings"]),
+        **server,
+    )
+    return _Session(members, controller, security)
+
+
+def _new_keys() -> Keys:
+    public, secret = (half.decode() for half in zmq.curve_keypair())
+    return Keys(public=public, secret=secret)
+
+
+class WeftManager(CheckpointEngineManager):
+    """Lets actors send the shards they hold. With `senders: all`; parameters only, by the training module's names."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.backend = "delta_sharded"  # the one mode in which verl hands over the training engine

@@ -1,0 +1,3 @@
+from stub_modules import replace
+
+replace(__name__)

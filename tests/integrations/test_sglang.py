@@ -1,0 +1,88 @@
+"""Versions into live SGLang servers: they say what fresh servers with the same checkpoints say.
+
+Live servers load the checkpoint of seed 1; odd versions have the weights of seed 2, even ones those of seed 1.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from contextlib import ExitStack
+
+import pytest
+
+import weft
+from tests.integrations.fsdp_trainer import Trainer
+from tests.integrations.sglang_server import serving
+from tests.integrations.streams import Stream, check_spans, spans_by
+from tests.integrations.tiny_models import PROMPTS, save_checkpoint
+
+pytestmark = [
+    pytest.mark.engines,
+    pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="SGLang is not installed"),
+]
+
+NUM_STREAMS = 3
+NUM_TOKENS = 60
+NUM_VERSIONS = 12
+
+
+def seed_of(version: str) -> int:
+    return 1 if version == "default" else 1 + int(version) % 2
+
+
+def settings(mode: str) -> weft.TransferSettings:
+    return weft.TransferSettings(mode=mode, silence_s=20.0, version_s=60.0)
+
+
+def test_versions_arrive_while_requests_stream(tmp_path):
+    """Tied embeddings; running requests are computed again with new weights, so that every span can be checked."""
+    checkpoints = {seed: save_checkpoint("tied", seed, tmp_path) for seed in (1, 2)}
+    with ExitStack() as stack:
+        controller = stack.enter_context(
+            weft.Controller(num_trainers=2, num_engine_ranks=1, settings=settings("shadow"))
+        )
+        server = stack.enter_context(
+            serving(checkpoints[1], tmp_path / "live.log", controller=controller.address, cache="recompute")
+        )
+        trainer = Trainer(stack)
+        streams = [Stream(server.generate, PROMPTS[i:] + PROMPTS[:i], NUM_TOKENS) for i in range(NUM_STREAMS)]
+        with trainer.training("tied", controller.address):
+            for stream in streams:
+                stream.start()
+            for version in range(1, NUM_VERSIONS + 1):
+                trainer.publish(version, seed_of(str(version)))
+            answers = [answer for stream in streams for answer in stream.stop()]
+        assert server.version == str(NUM_VERSIONS)
+    check_spans(answers, NUM_TOKENS)
+    changing = [answer for answer in answers if len(answer.spans) > 1]
+    assert changing, "no answer saw the weights change"
+    steady = [answer for answer in answers if len(answer.spans) == 1]
+    for seed, spans in spans_by(changing[:12] + steady[-5:], seed_of).items():
+        with serving(checkpoints[seed], tmp_path / f"fresh-{seed}.log") as fresh:
+            assert [fresh.generate(before, len(said)).tokens for before, said in spans] == [said for _, said in spans]
+
+
+def test_experts_on_two_ranks(tmp_path):
+    """Experts in parameters of three dimensions, cut over two ranks, written in place; nothing is computed again."""
+    checkpoints = {seed: save_checkpoint("moe", seed, tmp_path) for seed in (1, 2)}
+
+    def said_by(server) -> list[list[int]]:
+        return [server.generate(list(prompt), 16).tokens for prompt in PROMPTS]
+
+    with serving(checkpoints[2], tmp_path / "fresh.log", num_ranks=2) as fresh:
+        expected = {2: said_by(fresh)}
+    with ExitStack() as stack:
+        controller = stack.enter_context(
+            weft.Controller(num_trainers=2, num_engine_ranks=2, ranks_per_engine=2, settings=settings("in_place"))
+        )
+        server = stack.enter_context(
+            serving(checkpoints[1], tmp_path / "live.log", num_ranks=2, controller=controller.address)
+        )
+        expected[1] = said_by(server)
+        assert all(a != b for a, b in zip(expected[1], expected[2], strict=True))
+        trainer = Trainer(stack)
+        with trainer.training("moe", controller.address):
+            for version in range(1, 5):
+                trainer.publish(version, seed_of(str(version)))
+                assert said_by(server) == expected[seed_of(str(version))]
+                assert server.version == str(version)
