@@ -33,7 +33,7 @@ class WeftTrainerInit(TrainerInitInfo):
     """Who takes part. Settings of the transfer live here, and are shipped to all members."""
 
     backend: ClassVar[str] = BACKEND
-    controller: str = "tcp://127.0.0.1:0"
+    controller: str = "tcp://127.0.0.1:*"
     """Where rank 0 lets the controller listen, and the others find it; a port of its own with several trainer ranks."""
     num_trainers: int = 1
     num_engine_ranks: int = 1
