@@ -20,6 +20,7 @@ from weft.cli.lists import models_command, presets_command, topologies_command
 from weft.cli.output import err, out
 from weft.cli.plan import plan_command
 from weft.cli.rl import demo_command, env_command, rl_command
+from weft.cli.serve import serve_command
 from weft.cli.simulate import simulate_command
 from weft.cli.validate import validate_command
 from weft.errors import WeftError
@@ -40,6 +41,7 @@ app.command("plan")(plan_command)
 app.command("simulate")(simulate_command)
 app.command("validate")(validate_command)
 app.command("controller")(controller_command)
+app.command("serve")(serve_command)
 app.command("keys")(keys_command)
 app.command("env")(env_command)
 app.add_typer(bench_app, name="bench")

@@ -1,0 +1,117 @@
+"""Trainers that do not fit a live vLLM: refused before a byte moves, every tensor named; the engine goes on serving."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+from contextlib import ExitStack
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+import weft
+from tests.integrations.tiny_models import save_checkpoint
+from tests.integrations.vllm_process import Join, Load, run_engines
+from tests.support.processes import Process
+
+pytestmark = [
+    pytest.mark.engines,
+    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"),
+]
+
+LOAD_S = 240.0
+WAIT_S = 30.0
+EXPERT = "model.layers.1.mlp.experts.3.up_proj.weight"
+NORM = "model.layers.0.input_layernorm.weight"
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return save_checkpoint("moe", 1, tmp_path_factory.mktemp("checkpoints"))
+
+
+@pytest.fixture(scope="module")
+def engine(checkpoint) -> Iterator[Process]:
+    with ExitStack() as stack:
+        engine = Process.started(stack, run_engines, daemon=False)
+        engine.ask(Load(checkpoint=checkpoint, controller="tcp://127.0.0.1:1"))  # nobody is there yet
+        assert engine.answer(LOAD_S) == "loaded"
+        yield engine
+
+
+def renamed(tensors):
+    tensors["model.layers.0.input_norm.weight"] = tensors.pop(NORM)
+    return ["missing: " + NORM, "unexpected: model.layers.0.input_norm.weight"]
+
+
+def without_an_expert(tensors):
+    del tensors[EXPERT]
+    return ["missing: " + EXPERT]
+
+
+def of_another_width(tensors):
+    """As if the trainer's config had a larger intermediate size for experts."""
+    names = [name for name in tensors if ".experts." in name]
+    for name in names:
+        shape = [96 if size == 64 else size for size in tensors[name].shape]
+        tensors[name] = np.zeros(shape, np.float32)
+    return [name.rpartition(".experts.")[2] for name in names]
+
+
+def of_another_depth(tensors):
+    """As if the trainer's config had a layer more."""
+    more = {name.replace("layers.1.", "layers.2."): tensors[name] for name in tensors if ".layers.1." in name}
+    tensors.update(more)
+    return [f"unexpected: {name}" for name in more]
+
+
+@pytest.mark.parametrize("spoil", [renamed, without_an_expert, of_another_width, of_another_depth])
+def test_the_wrong_tensors_are_named_and_the_engine_goes_on(engine, checkpoint, spoil):
+    engine.ask("look")
+    before = engine.answer(WAIT_S)
+    tensors = dict(load_file(next(checkpoint.glob("*.safetensors"))))
+    expected = spoil(tensors)
+    settings = weft.TransferSettings(silence_s=20.0)
+    with weft.Controller(num_trainers=1, num_engine_ranks=1, settings=settings) as controller:
+        engine.ask(Join(controller.address))
+        assert engine.answer(WAIT_S) == "joined"
+        weights = weft.Weights.from_arrays(tensors)
+        with (
+            pytest.raises(weft.WeftError) as caught,
+            weft.Sender(controller.address, rank=0, weights=weights, timeout_s=WAIT_S) as sender,
+        ):
+            sender.publish(version=1).wait_committed(WAIT_S)
+        assert controller.statistics().num_committed == 0
+    said = str(caught.value) + "\n".join(getattr(caught.value, "problems", ()))
+    for problem in expected:
+        assert problem in said
+    engine.ask("look")
+    after = engine.answer(WAIT_S)
+    assert after.tokens == before.tokens
+    assert after.checksums == before.checksums
+
+
+@pytest.mark.parametrize("dtype", [np.float64, np.int32])
+def test_a_wrong_precision_is_refused_by_name(checkpoint, dtype):
+    tensors = dict(load_file(next(checkpoint.glob("*.safetensors"))))
+    tensors[NORM] = tensors[NORM].astype(dtype)
+    with pytest.raises(weft.WeftError, match=NORM):
+        weft.Weights.from_arrays(tensors)
+
+
+def test_a_right_trainer_afterwards_is_served(engine, checkpoint):
+    tensors = {name: value * 0.5 for name, value in load_file(next(checkpoint.glob("*.safetensors"))).items()}
+    engine.ask("look")
+    before = engine.answer(WAIT_S)
+    settings = weft.TransferSettings(silence_s=20.0)
+    with weft.Controller(num_trainers=1, num_engine_ranks=1, settings=settings) as controller:
+        engine.ask(Join(controller.address))
+        assert engine.answer(WAIT_S) == "joined"
+        weights = weft.Weights.from_arrays(tensors)
+        with weft.Sender(controller.address, rank=0, weights=weights, timeout_s=WAIT_S) as sender:
+            sender.publish(version=1).wait_committed(WAIT_S)
+        engine.ask("look")
+        after = engine.answer(WAIT_S)
+    assert after.checksums != before.checksums
+    assert set(after.versions) == {"1"}
