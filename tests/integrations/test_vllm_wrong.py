@@ -56,14 +56,14 @@ def of_another_width(tensors):
     for name in names:
         shape = [96 if size == 64 else size for size in tensors[name].shape]
         tensors[name] = np.zeros(shape, np.float32)
-    return [name.rpartition(".experts.")[2] for name in names]
+    return [f"{len(names)} tensors", f"shape: {names[0]} is", f"shape: {names[3]} is"]
 
 
 def of_another_depth(tensors):
     """As if the trainer's config had a layer more."""
     more = {name.replace("layers.1.", "layers.2."): tensors[name] for name in tensors if ".layers.1." in name}
     tensors.update(more)
-    return [f"unexpected: {name}" for name in more]
+    return [f"{len(more)} tensors", *(f"unexpected: {name}" for name in sorted(more)[:20])]
 
 
 @pytest.mark.parametrize("spoil", [renamed, without_an_expert, of_another_width, of_another_depth])
@@ -83,9 +83,8 @@ def test_the_wrong_tensors_are_named_and_the_engine_goes_on(engine, checkpoint, 
         ):
             sender.publish(version=1).wait_committed(WAIT_S)
         assert controller.statistics().num_committed == 0
-    said = str(caught.value) + "\n".join(getattr(caught.value, "problems", ()))
-    for problem in expected:
-        assert problem in said
+    for problem in expected:  # of many the first are named, and the others counted
+        assert problem in str(caught.value)
     engine.ask("look")
     after = engine.answer(WAIT_S)
     assert after.tokens == before.tokens

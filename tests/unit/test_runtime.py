@@ -161,7 +161,7 @@ def test_members_that_do_not_fit_are_told_every_problem():
     )
     with pytest.raises(ProtocolError) as caught:
         made.sender.publish(version=1).wait_committed(SOON_S)
-    for problem in ("missing: missing", "unexpected: extra", "shape: w is [4], the engine reads up to [5]"):
+    for problem in ("missing: missing", "unexpected: extra", "shape: w is [4], the engine expects [5]"):
         assert problem in str(caught.value)
     made.close()
 

@@ -30,8 +30,26 @@ def plan_members(
     """The plan between the members that joined."""
     matched = _Matched.of(trainers, engines)
     recipe = _recipe(engines, matched, num_replicas=len(engines) // ranks_per_engine)
+    trainer = _trainer_layout(trainers, matched.wanted)
+    _check_shapes(matched.shape_problems(engines), recipe, trainer)
     topology = cluster.place(num_trainers=len(trainers), num_engines=len(engines))
-    return make_plan(trainer=_trainer_layout(trainers, matched.wanted), recipe=recipe, topology=topology)
+    return make_plan(trainer=trainer, recipe=recipe, topology=topology)
+
+
+def _check_shapes(wrong: Mapping[str, str], recipe: Recipe, trainer: Layout) -> None:
+    """Raise if shapes are wrong, together with everything else that is."""
+    if not wrong:
+        return
+    problems = list(wrong.values())
+    try:
+        recipe.check_sources(trainer)
+    except LayoutError as error:
+        problems += [problem for problem in error.problems if not problem.startswith("shape: ")]
+    raise LayoutError(
+        f"trainer and engine do not agree on {len(problems)} tensors",
+        problems=tuple(problems),
+        hint="check that both sides have the same config",
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,6 +95,17 @@ class _Matched:
     def wanted(self) -> set[str]:
         """Names of trainer tensors that are asked for."""
         return set(self.sources.values())
+
+    def shape_problems(self, engines: Mapping[int, Join]) -> dict[str, str]:
+        """Tensors of which engines expect another shape; one that took a part of a larger tensor has another model."""
+        problems = {}
+        for join in engines.values():
+            for held in join.held:
+                source = self.tensors.get(self.sources[held.name])
+                if source is not None and held.name not in self.scales and held.shape != source.shape:
+                    what = f"is {list(source.shape)}, the engine expects {list(held.shape)}"
+                    problems[source.name] = f"shape: {source.name} {what}"
+        return problems
 
     def _check_quantized(self, quantized: set[str]) -> None:
         """What FP8 needs, by tensor."""
