@@ -203,11 +203,12 @@ class _Writer:
                 policy=self.policy,
             )
 
-    def plain(self, name: str, *shape: int, dtype: str | None = None) -> ModelTensor:
+    def plain(self, name: str, *shape: int, dtype: str | None = None, engine_dtype: str = "") -> ModelTensor:
         """A tensor every rank holds whole: norms, routers, biases."""
         return ModelTensor(
             name=self.prefix + name,
             dtype=dtype or self.dtype,
+            engine_dtype=engine_dtype,
             shape=shape,
             layer=self.layer,
             policy=self.policy,
@@ -335,9 +336,10 @@ def _indexer(fields: _Fields, writer: _Writer, hidden: int, q_rank: int) -> Iter
     heads, width = fields.count("index_n_heads"), fields.count("index_head_dim")
     index, unit = "self_attn.indexer", "index heads"
     yield from writer.linear(f"{index}.wq_b", heads * width, q_rank, Split.NONE, 1, unit)
-    yield from writer.linear(f"{index}.wk", width, hidden, Split.NONE, 1, unit)
-    yield writer.plain(f"{index}.k_norm.weight", width)
-    yield writer.plain(f"{index}.k_norm.bias", width)
+    for tensor in writer.linear(f"{index}.wk", width, hidden, Split.NONE, 1, unit):
+        yield replace(tensor, engine_dtype="plain")
+    yield writer.plain(f"{index}.k_norm.weight", width, engine_dtype="fp32")
+    yield writer.plain(f"{index}.k_norm.bias", width, engine_dtype="fp32")
     yield writer.plain(f"{index}.weights_proj.weight", heads, hidden)
 
 

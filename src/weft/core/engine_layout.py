@@ -34,6 +34,7 @@ _AXES = ("pp", "tp", "dp", "ep")
 _FUSED: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("self_attn.qkv_proj", ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")),
     ("self_attn.fused_qkv_a_proj", ("self_attn.q_a_proj", "self_attn.kv_a_proj_with_mqa")),
+    ("self_attn.indexer.wk_weights_proj", ("self_attn.indexer.wk", "self_attn.indexer.weights_proj")),
     ("mlp.gate_up_proj", ("mlp.gate_proj", "mlp.up_proj")),
     ("mlp.shared_experts.gate_up_proj", ("mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj")),
 )
@@ -231,7 +232,7 @@ class _Rules:
     ) -> None:
         """Add one engine tensor in the engine's precision; a quantised one comes with its scales."""
         like = slices[0].tensor
-        if self.dtype == "fp8-block128" and like.quantized:
+        if self.dtype == "fp8-block128" and like.quantized and not like.engine_dtype:
             self.misaligned.update(dict.fromkeys(piece.tensor.name for piece in slices if piece.cuts_blocks))
             not_last = (piece for piece in slices[:-1] if piece.extent[0] % QUANT_BLOCK)
             self.misaligned.update(dict.fromkeys(piece.tensor.name for piece in not_last))
@@ -240,7 +241,7 @@ class _Rules:
             self._add_tensor(f"{name}_scale_inv", "fp32", Op.SCALE, blocks, ranks, stack)
             return
         plain = "bf16" if self.dtype == "fp8-block128" else self.dtype
-        dtype = like.dtype if like.keeps_dtype else plain
+        dtype = like.dtype if like.keeps_dtype else plain if like.engine_dtype in ("", "plain") else like.engine_dtype
         self._add_tensor(name, dtype, Op.COPY if like.dtype == dtype else Op.CAST, slices, ranks, stack)
 
     def _add_tensor(

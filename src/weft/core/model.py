@@ -58,6 +58,8 @@ class ModelTensor:
     """Stored [in, out], as GPT-2's Conv1D does."""
     keeps_dtype: bool = False
     """Stays in its own precision on both sides, such as the router's FP32 correction bias."""
+    engine_dtype: str = ""
+    """Precision engines hold it in, whatever their own is; `plain`: their own, but never FP8."""
     policy: bool = True
     """Part of what an RL trainer updates and an engine serves; draft layers and stored scales are not."""
 

@@ -339,8 +339,8 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _note_copy(self, dst: torch.Tensor, src: torch.Tensor) -> None:
         names = self._names(src)
-        if not names:
-            return  # a constant, or the engine's own
+        if not names or not dst.numel():
+            return  # a constant, the engine's own, or nothing at all
         what = self._memories.of(src)
         if isinstance(what, _Lost):
             self.problems += [f"{name}: goes through {what.operation}, which is not followed" for name in names]
