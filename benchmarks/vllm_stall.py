@@ -135,10 +135,8 @@ def _keep_plain_linears() -> None:
     from torch.nn.functional import linear  # noqa: PLC0415
     from vllm.model_executor.layers import utils  # noqa: PLC0415
 
-    def dispatch(layer: Any, remove_weight: bool) -> None:
-        layer.cpu_linear = linear
-
-    utils.dispatch_cpu_unquantized_gemm = dispatch
+    utils.dispatch_cpu_unquantized_gemm = lambda layer, remove_weight: None
+    utils.cpu_unquantized_gemm = lambda layer, x, weight, bias=None: linear(x, weight, bias)
 
 
 def by_weft(pipe: Any, paths: dict[str, Path], mode: str, plain_linears: bool) -> None:

@@ -38,15 +38,13 @@ def cluster():
 class Scene:
     """Actors, rollouts and verl's manager."""
 
-    def __init__(self, num_actors: int, num_rollouts: int, *, direct: bool = False, **engine_kwargs: Any) -> None:
+    def __init__(self, num_actors: int, num_rollouts: int, *, direct: bool = False) -> None:
         from verl.checkpoint_engine import CheckpointEngineManager  # noqa: PLC0415
         from verl.workers.config import CheckpointEngineConfig, RolloutConfig  # noqa: PLC0415
 
         from tests.integrations.verl_workers import Actor, Replica, Rollout  # noqa: PLC0415
 
-        config = CheckpointEngineConfig(
-            backend="weft", custom_backend_module="weft.integrations.verl", engine_kwargs={"weft": engine_kwargs}
-        )
+        config = CheckpointEngineConfig(**_example())
         rollout_config = RolloutConfig(name="vllm", checkpoint_engine=config, tensor_model_parallel_size=1)
         self.actors = _group(Actor, num_actors, config=config)
         self.rollouts = _group(Rollout, num_rollouts, rollout_config=rollout_config, model_config=None)
@@ -72,6 +70,14 @@ class Scene:
         assert self.rollouts.differing(step, self.with_others) == [[] for _ in self.replicas]
 
 
+def _example() -> dict[str, Any]:
+    """The checkpoint engine's part of examples/verl_config.yaml."""
+    from omegaconf import OmegaConf  # noqa: PLC0415
+
+    config = OmegaConf.to_container(OmegaConf.load(ROOT / "examples/verl_config.yaml"))
+    return config["actor_rollout_ref"]["rollout"]["checkpoint_engine"]
+
+
 def _group(kind: Any, count: int, **arguments: Any) -> Any:
     import ray  # noqa: PLC0415
     from verl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup  # noqa: PLC0415
@@ -83,7 +89,7 @@ def _group(kind: Any, count: int, **arguments: Any) -> Any:
 
 def test_every_tensor_arrives_and_failures_are_got_over(cluster):
     """Two FSDP2 actors that both send, two rollouts; a broken step, a replica that goes and comes back."""
-    scene = Scene(2, 2, senders="all", timeout_s=60.0)
+    scene = Scene(2, 2)
     for step in (1, 2, 3):
         metrics = scene.update(step)
         scene.check(step)
@@ -102,7 +108,7 @@ def test_every_tensor_arrives_and_failures_are_got_over(cluster):
 
 def test_shards_are_sent_without_being_gathered(cluster):
     """With weft's manager actors hand over what they hold."""
-    scene = Scene(2, 1, direct=True, senders="all", timeout_s=60.0)
+    scene = Scene(2, 1, direct=True)
     for step in (1, 2):
         scene.update(step)
         scene.check(step)

@@ -109,6 +109,25 @@ def test_tokens_and_checksums_are_those_of_a_fresh_engine(live, fresh, trainer, 
             assert [rank["version"] for rank in found.status] == [version] * num_ranks
 
 
+@pytest.mark.parametrize("kind", ["qwen3", "tied"])
+def test_live_parameters_are_written_where_they_are(live, fresh, trainer, tmp_path, kind):
+    """Nothing is packed, so nothing is staged: the trainer's processes write into the memory vLLM computes with."""
+    with (
+        weft.Controller(num_trainers=2, num_engine_ranks=1, settings=settings("in_place", "off")) as controller,
+        trainer.training(kind, controller.address),
+        loaded(live, fresh, tmp_path, kind, controller, plain_linears=True),
+    ):
+        expected = {1: look(live), 2: look(fresh)}
+        for version, seed in enumerate((2, 1, 2), start=1):
+            trainer.publish(version, seed)
+            found = look(live)
+            assert found.tokens == expected[seed].tokens
+            assert found.checksums == expected[seed].checksums
+            assert found.status[0]["staged_bytes"] == 0
+        (link,) = controller.statistics().links
+        assert link.startswith("shm")
+
+
 def test_experts_on_two_ranks(live, fresh, trainer, tmp_path):
     """vLLM for CPU loads experts spread over ranks, but crashes when it generates: only what it holds is compared."""
     spread = {"num_ranks": 2, "expert_parallel": True, "can_generate": False}

@@ -45,6 +45,8 @@ class Load:
     expert_parallel: bool = False
     can_generate: bool = True
     cache: str = "keep"
+    plain_linears: bool = False
+    """Let linears compute with their parameters, as on GPUs; on CPUs vLLM computes with packed copies of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,10 +94,28 @@ def run_engines(pipe: Any) -> None:
                 pipe.send("unloaded")
 
 
+_STOCK: dict[str, Any] = {}
+"""vLLM's own functions, where they were replaced."""
+
+
+def _choose_linears(*, plain: bool) -> None:
+    from torch.nn.functional import linear  # noqa: PLC0415
+    from vllm.model_executor.layers import utils  # noqa: PLC0415
+
+    replacements = {
+        "dispatch_cpu_unquantized_gemm": lambda layer, remove_weight: None,
+        "cpu_unquantized_gemm": lambda layer, x, weight, bias=None: linear(x, weight, bias),
+    }
+    for name, replacement in replacements.items():
+        stock = _STOCK.setdefault(name, getattr(utils, name))
+        setattr(utils, name, replacement if plain else stock)
+
+
 class _Engine:
     def __init__(self, load: Load) -> None:
         import vllm  # noqa: PLC0415
 
+        _choose_linears(plain=load.plain_linears)
         ours = {
             "weight_transfer_config": {"backend": "weft"},
             "additional_config": {"weft": {"controller": load.controller, "cache": load.cache}},
