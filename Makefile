@@ -6,7 +6,7 @@ PIP    := $(BIN)/python -m pip --disable-pip-version-check --quiet
 
 ENGINES := .venv-engines
 
-.PHONY: demo test test-engines check bench docs clean
+.PHONY: demo test test-engines check bench bench-engines docs clean
 
 demo: $(VENV)/.installed            ## a policy learns while weft keeps its engines fresh: a minute on two cores
 	@$(BIN)/weft demo
@@ -32,6 +32,9 @@ bench: $(VENV)/.dev                 ## planning and transfers on this machine, w
 	$(BIN)/python benchmarks/pipeline.py
 	$(BIN)/python benchmarks/sparsity.py
 	$(BIN)/python benchmarks/rl.py
+
+bench-engines: $(ENGINES)/.installed ## how long a real engine stands still for a version
+	$(ENGINES)/bin/python benchmarks/vllm_stall.py
 
 docs: $(VENV)/.dev                  ## refresh the generated tables in README.md and docs/
 	$(BIN)/python docs/generate.py

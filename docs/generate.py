@@ -10,6 +10,7 @@ import json
 import re
 import sys
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 ROOT = Path(__file__).parent.parent
@@ -23,8 +24,17 @@ FP8 = json.loads((ROOT / "benchmarks/results/fp8.json").read_text())
 PIPELINE = json.loads((ROOT / "benchmarks/results/pipeline.json").read_text())
 RL = json.loads((ROOT / "benchmarks/results/rl.json").read_text())
 RL_GPU = json.loads((ROOT / "benchmarks/results/rl_h200.json").read_text())
+VLLM = json.loads((ROOT / "benchmarks/results/vllm.json").read_text())
 SPARSITY = json.loads((ROOT / "benchmarks/results/sparsity.json").read_text())
-FILES = ("README.md", "docs/rl.md", "docs/planning.md", "docs/validation.md", "docs/transfer.md", "docs/codec.md")
+FILES = (
+    "README.md",
+    "docs/engines.md",
+    "docs/rl.md",
+    "docs/planning.md",
+    "docs/validation.md",
+    "docs/transfer.md",
+    "docs/codec.md",
+)
 
 
 def machine() -> str:
@@ -311,6 +321,39 @@ def sparsity() -> str:
     return f"{table(header, cells)}\n\nMeasured: a transformer of {model}. Published: {published}."
 
 
+def vllm_stall() -> str:
+    """How long vLLM stands still for a version."""
+    found = VLLM["machine"]
+    rows = []
+    for name, row in VLLM["rows"].items():
+        stalls, latencies = row["stalls_s"], row.get("latencies_s")
+        rows.append(
+            (
+                name,
+                _ms(median(stalls)),
+                _ms(max(stalls)),
+                f"{sum(stalls):.2f} s",
+                _ms(median(latencies)) if latencies else "",
+                f"{row['staged_bytes'] / 1e6:.0f} MB" if "staged_bytes" in row else "",
+            )
+        )
+    header = ("", "stall, median", "longest", f"all {VLLM['num_versions']} versions", "publish → served", "staged")
+    step_s = next(iter(VLLM["rows"].values()))["step_s"]
+    words = (
+        f"A dense model of {VLLM['num_bytes'] / 1e6:.0f} MB (FP32) generates without a pause; "
+        f"{VLLM['num_versions']} versions arrive. *Stall*: how much longer the longest step around a version takes "
+        f"than the median step ({1e3 * step_s:.0f} ms); for vLLM's own `reload_weights`, from a file in memory, how "
+        "long it takes. *Plain linears*: computing with parameters instead of packed copies, as GPUs do. The weights "
+        "after the last version are equal, by vLLM's own checksums. Measured on "
+        f"{found['cores']} cores of {found['cpu']}; engine and trainer share them."
+    )
+    return f"{table(header, rows)}\n\n{words}"
+
+
+def _ms(seconds: float) -> str:
+    return f"{1e3 * seconds:.0f} ms"
+
+
 def rl_summary() -> str:
     """What the demo shows, in a sentence."""
     demos, frozen = RL["demo"], RL["frozen"]
@@ -409,6 +452,7 @@ BLOCKS = {
     "plan-example": plan_example,
     "planning": planning,
     "predictions": predictions,
+    "vllm-stall": vllm_stall,
     "validation-summary": validation_summary,
     "validation-rows": validation_rows,
 }

@@ -124,6 +124,25 @@ def test_a_trainer_that_dies_half_way_leaves_the_version_before(controller, serv
     check_explained([answer], fresh, folder)
 
 
+def test_a_paused_engine_takes_versions_and_goes_on(controller, server, fresh, folder):
+    """vLLM's own pause keeps what runs; a version is committed meanwhile, and the answer goes on with it."""
+    before = int(server.version)
+    after = before + 1  # of other weights
+    with ExitStack() as stack:
+        trainer = Trainer(stack)
+        with ThreadPoolExecutor(1) as asking, trainer.training(KIND, controller.address):
+            answering = asking.submit(server.generate, [3, 1, 4], 200)
+            server.post("pause?mode=keep&clear_cache=false")
+            trainer.publish(after, seed_of(str(after)))
+            assert server.version == str(after)
+            assert not answering.done()
+            server.post("resume")
+            answer = answering.result(WAIT_S)
+    assert [version for version, _, _ in answer.spans][-1] == str(after)
+    assert len(answer.tokens) == 200
+    check_explained([answer], fresh, folder)
+
+
 def vllm_client(pipe: Any, url: str, seeds: tuple[int, ...]) -> None:
     """A trainer that speaks vLLM's own protocol."""
     from vllm.distributed.weight_transfer import WeightTransferTrainerFactory  # noqa: PLC0415
@@ -148,8 +167,6 @@ def vllm_client(pipe: Any, url: str, seeds: tuple[int, ...]) -> None:
 
 
 def test_vllms_own_protocol(server, fresh, folder):
-    server.post("pause?mode=keep")
-    server.post("resume")
     with ExitStack() as stack:
         trainer = Process.started(stack, vllm_client, server.url, (3, 2))
         for version, seed in ((1, 3), (2, 2)):

@@ -194,6 +194,18 @@ def test_what_cannot_be_followed_is_named(load, expected):
     assert not destinations["a"].any()
 
 
+def test_memory_filled_twice_is_named():
+    def load(weights):
+        for _, weight in weights:
+            shared[:2].copy_(weight)
+
+    shared = torch.zeros(3, 2)
+    values = {"embed": numbered((2, 2)), "head": numbered((2, 2), 5)}
+    with pytest.raises(LayoutError) as caught:
+        trace_loader(load, checkpoint_of(values), {"embed.weight": shared, "head.weight": shared})
+    assert caught.value.problems == ("embed.weight: both embed and head",)
+
+
 def test_every_problem_is_listed():
     destinations = {name: torch.zeros(2) for name in "abc"}
     values = {name: numbered((2,)) for name in "abc"}

@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
@@ -84,7 +85,24 @@ def trace_loader(load: Load, checkpoint: Iterable[Tensor], destinations: Mapping
         raise _not_followed(problems) from error
     if mode.problems:
         raise _not_followed(mode.problems)
-    return mode.trace()
+    trace = mode.trace()
+    clashes = tuple(_clashes(trace))
+    if clashes:
+        raise LayoutError("the engine's loader fills the same memory from several tensors", problems=clashes)
+    return trace
+
+
+def _clashes(trace: Trace) -> Iterator[str]:
+    """Checkpoint tensors of which later ones overwrite what earlier ones have filled."""
+    by_destination: dict[str, list[Piece]] = {}
+    for piece in trace.pieces():
+        by_destination.setdefault(piece.dst, []).append(piece)
+    for name, pieces in by_destination.items():
+        lo = np.array([piece.dst_lo for piece in pieces])
+        hi = lo + np.array([piece.extent for piece in pieces])
+        meet = (np.maximum(lo[:, None], lo[None]) < np.minimum(hi[:, None], hi[None])).all(axis=2)
+        for one, other in zip(*np.nonzero(np.triu(meet, 1)), strict=True):
+            yield f"{name}: both {pieces[one].source} and {pieces[other].source}"
 
 
 Export = Callable[[dict[str, torch.Tensor]], Mapping[str, torch.Tensor]]

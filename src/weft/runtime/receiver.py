@@ -160,6 +160,11 @@ class Receiver:
         return self._version
 
     @property
+    def pending(self) -> int | None:
+        """A version that `wait` would hand out, if there is one."""
+        return self._pending
+
+    @property
     def is_poisoned(self) -> bool:
         """Whether an update in place failed half-way; nothing may be served before the next commit."""
         return self._poison is not None

@@ -12,9 +12,12 @@ spread over them) stop by vLLM's own agreement between the cores.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
+import queue
 import secrets
+import tempfile
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -54,8 +57,9 @@ def _attending(initialize: Any) -> Any:
 def _between_steps(step: Any) -> Any:
     @functools.wraps(step)
     def between_steps(core: Any) -> Any:
-        if core.weft is not None and core.weft.is_wanted:
-            core.weft.attend()
+        attendant = getattr(core, "weft", None)
+        if attendant is not None and attendant.is_wanted:
+            attendant.attend()
         return step(core)
 
     return between_steps
@@ -77,17 +81,21 @@ class Attendant:
     def __init__(self, core: Any) -> None:
         self._core = core
         self._settings = settings_of(core.vllm_config)
-        self._wanted: list[int | None] = []
-        """Versions that want to be committed, None for other needs of the receivers; filled by the listening thread."""
+        self._notices: queue.SimpleQueue[int | None] = queue.SimpleQueue()
+        """Versions that want to be committed, None for other needs of the receivers; from the listening thread."""
+        self._wanted: set[int | None] = set()
+        """Those that `attend` has seen."""
+        self._is_stopping = False
+        """Whether the cores of this engine are agreeing on a step."""
         self._is_called = False
         """Whether an idle core was asked to attend."""
         self._version: int | None = None
         self._pause_before: Any = None
         """The scheduler's state before it was stopped for a version."""
-        self._torn = False
+        self._folder = tempfile.TemporaryDirectory(prefix="weft-vllm-")  # nobody else may send notices
         self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PULL)
         self._socket.setsockopt(zmq.LINGER, 0)
-        address = f"ipc://@weft-vllm-{secrets.token_hex(8)}"
+        address = f"ipc://{self._folder.name}/notices"
         self._socket.bind(address)
         core.model_executor.collective_rpc("weft_attach", args=(address,))
         self._is_closed = threading.Event()
@@ -97,7 +105,7 @@ class Attendant:
     @property
     def is_wanted(self) -> bool:
         """Whether `attend` has something to do."""
-        return bool(self._wanted)
+        return bool(self._wanted) or not self._notices.empty()
 
     def close(self) -> None:
         """Listen no longer."""
@@ -108,9 +116,10 @@ class Attendant:
         while not self._is_closed.is_set():
             if self._socket.poll(200):
                 text = self._socket.recv()
-                self._wanted.append(int(text) if text else None)
+                self._notices.put(int(text) if text else None)
                 self._call_idle_core()
         self._socket.close()
+        self._folder.cleanup()
 
     def _call_idle_core(self) -> None:
         """A core without requests waits for its input; one inside the user's own process waits for their next call."""
@@ -128,10 +137,13 @@ class Attendant:
 
     def attend(self) -> None:
         """Between two steps: do what the workers' receivers want."""
+        with contextlib.suppress(queue.Empty):
+            while True:
+                self._wanted.add(self._notices.get_nowait())
         versions = [version for version in self._wanted if version is not None]
-        if versions and self._must_finish_batches():
+        if versions and (self._is_stopping or self._must_finish_batches()):
             return  # called again before the next step
-        del self._wanted[: len(self._wanted)]
+        self._wanted.clear()
         if (
             hasattr(self._core, "dp_group")
             and versions
@@ -154,9 +166,11 @@ class Attendant:
 
     def _commit_with_other_cores(self, version: int) -> None:
         """All cores stop at the same step: they compute with each other's experts."""
+        self._is_stopping = True
         stopped = self._core.pause_scheduler(mode="keep", clear_cache=False)
 
         def go_on(_: Any = None) -> None:
+            self._is_stopping = False
             self._commit(version)
             self._core.resume_scheduler()
 
@@ -168,8 +182,7 @@ class Attendant:
         for problem in dict.fromkeys(answer["error"] for answer in answers if answer["error"]):
             log.error("weft: %s", problem)
         served = {answer["version"] for answer in answers}
-        self._torn = len(served) > 1 or any(answer["is_poisoned"] for answer in answers)
-        if self._torn:
+        if len(served) > 1 or any(answer["is_poisoned"] for answer in answers):
             self._stop_serving(answers)
             return
         (now,) = served

@@ -48,11 +48,12 @@ _SEEN: WeakKeyDictionary[torch.nn.Module, _Seen] = WeakKeyDictionary()
 
 def watch_loading() -> None:
     """Look on while vLLM loads models that weft will update."""
-    from vllm.model_executor.model_loader import base_loader, default_loader  # noqa: PLC0415
+    from vllm.model_executor.model_loader import base_loader, default_loader, utils  # noqa: PLC0415
 
     loader = default_loader.DefaultModelLoader
     loader.get_all_weights = _noting_names(loader.get_all_weights)
     base_loader.process_weights_after_loading = _noting_touched(base_loader.process_weights_after_loading)
+    utils.maybe_retie_word_embeddings = _not_retying(utils.maybe_retie_word_embeddings)
 
 
 def _is_ours() -> bool:
@@ -76,6 +77,17 @@ def _noting_names(get_all_weights: Any) -> Any:
             yield name, weight
 
     return noting
+
+
+def _not_retying(retie: Any) -> Any:
+    """vLLM lets an output head that equals the embeddings share their memory; in the next version it may differ."""
+
+    @functools.wraps(retie)
+    def not_retying(model: torch.nn.Module, *args: Any) -> None:
+        if not _is_ours():
+            retie(model, *args)
+
+    return not_retying
 
 
 def _noting_touched(process: Any) -> Any:

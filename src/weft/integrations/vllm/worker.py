@@ -7,7 +7,9 @@ waits for     in `attend`: ranks of the same engine, in place also the writers; 
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -62,6 +64,7 @@ class WeftTransfer(WeightTransferEngine[WeftInit, WeftUpdate]):
         self._loaded: LoadedModel | None = None
         self._receiver: Receiver | None = None
         self._notices: zmq.Socket[bytes] | None = None
+        self._notice_lock = threading.Lock()
         self._last_pause_s = 0.0
         if self._settings.controller:
             self._join(self._settings)
@@ -74,16 +77,19 @@ class WeftTransfer(WeightTransferEngine[WeftInit, WeftUpdate]):
 
     def attach(self, address: str) -> None:
         """Where the engine core listens."""
-        self._notices = zmq.Context.instance().socket(zmq.PUSH)
-        self._notices.setsockopt(zmq.LINGER, 0)
-        self._notices.connect(address)
+        notices: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PUSH)
+        notices.setsockopt(zmq.LINGER, 0)
+        notices.connect(address)
+        with self._notice_lock:
+            self._notices = notices
         if self._receiver is not None:
-            self._notice(None)  # whatever was missed
+            self._notice(self._receiver.pending)  # what was missed until now
 
     def _notice(self, version: int | None) -> None:
-        """On the receiver's control thread: the engine core should attend."""
-        if self._notices is not None:
-            self._notices.send(b"" if version is None else str(version).encode(), zmq.NOBLOCK)
+        """On any thread: the engine core should attend."""
+        with self._notice_lock, contextlib.suppress(zmq.Again):  # a core that does not listen has ended
+            if self._notices is not None:
+                self._notices.send(b"" if version is None else str(version).encode(), zmq.NOBLOCK)
 
     def _join(self, settings: EngineSettings) -> None:
         if self._loaded is None:
