@@ -89,6 +89,8 @@ def run_engines(pipe: Any) -> None:
                 engine.join(controller)
                 pipe.send("joined")
             case "unload":
+                assert engine is not None
+                engine.close()
                 engine = None
                 gc.collect()
                 pipe.send("unloaded")
@@ -137,6 +139,10 @@ class _Engine:
     def step(self) -> None:
         """An engine core inside this process takes versions when it is called."""
         self._llm.llm_engine.engine_core.engine_core.step()
+
+    def close(self) -> None:
+        """End workers and process groups; the next model may need others."""
+        self._llm.llm_engine.engine_core.shutdown()
 
     def join(self, controller: str) -> None:
         self._llm.init_weight_transfer_engine({"init_info": {"controller": controller}})

@@ -65,6 +65,19 @@ def test_a_model_in_this_process(trainer):
             engine.generate([1], max_new_tokens=100_000)
 
 
+def test_an_engine_goes_on_after_a_trainer_that_does_not_fit(trainer):
+    settings = weft.TransferSettings(silence_s=20.0)
+    with (
+        weft.Controller(num_trainers=2, num_engine_ranks=1, settings=settings) as controller,
+        trainer.training("qwen3", controller.address),
+        HfEngine(make_model(KIND, 1), controller.address) as engine,
+    ):
+        assert all("do not agree" in refusal.message for refusal in trainer.try_to_publish(1, 2))
+        answer = engine.generate(PROMPTS[2], max_new_tokens=8, do_sample=False)
+        assert answer.tokens == tokens_of(1, PROMPTS[2], 8)
+        assert "do not agree" in str(engine.error)
+
+
 class HfServer(Server):
     def generate(self, prompt: list[int], num_tokens: int) -> Answer:
         said = self.post("generate", {"input_ids": prompt, "max_new_tokens": num_tokens})

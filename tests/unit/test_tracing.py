@@ -182,11 +182,21 @@ def problems_of(load, values, destinations) -> str:
         (lambda p, w: [p[n].copy_(t[torch.tensor([1, 0])]) for n, t in w], "a: goes through aten.index.Tensor"),
         (lambda p, w: [p[n].add_(t) for n, t in w], "a: written by aten.add_.Tensor"),
         (lambda p, w: [p[n].copy_(t).copy_(-p[n]) for n, t in w], "a: goes through aten.neg.default"),
+        (lambda p, w: [p[n].copy_(t).mul_(2) for n, t in w], "a: written by aten.mul_.Tensor"),
         (lambda p, w: [p[n].copy_(t.to(torch.bfloat16).float()) for n, t in w], "a: is cast to torch.bfloat16"),
         (lambda p, w: [p[n].copy_(t) for n, t in w if t.sum().item()], "a: the loader stopped here"),
         (lambda p, w: [p["other"].copy_(t) for n, t in w], "a: the loader stopped here: KeyError"),
     ],
-    ids=["arithmetic", "indexing", "added in place", "changed afterwards", "cast twice", "reads values", "unknown"],
+    ids=[
+        "arithmetic",
+        "indexing",
+        "added in place",
+        "changed afterwards",
+        "scaled afterwards",
+        "cast twice",
+        "reads values",
+        "unknown",
+    ],
 )
 def test_what_cannot_be_followed_is_named(load, expected):
     destinations = {"a": torch.zeros(2, 2)}

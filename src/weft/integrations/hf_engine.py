@@ -20,7 +20,7 @@ from typing import Any, Self
 
 import torch
 
-from weft.errors import ConfigError, WeftError
+from weft.errors import ConfigError, IntegrityError, WeftError
 from weft.integrations.hf import checkpoint_weights
 from weft.runtime.receiver import Receiver
 
@@ -54,6 +54,8 @@ class HfEngine:
     def __init__(self, model: torch.nn.Module, controller: str, *, rank: int = 0, **security: Any) -> None:
         self._model: Any = model
         self._receiver = Receiver(controller, rank=rank, weights=checkpoint_weights(model), **security)
+        self.error: WeftError | None = None
+        """Why no more versions come; what is served stays."""
 
     @property
     def version(self) -> int | None:
@@ -61,10 +63,15 @@ class HfEngine:
         return self._receiver.version
 
     def attend(self) -> int | None:
-        """Serve a version that is there; the version that is served then."""
-        update = self._receiver.poll()
-        if update is not None:
-            update.commit(COMMIT_S)
+        """Serve a version that is there; the version that is served then. Raises IntegrityError if that is torn."""
+        if self.error is None:
+            try:
+                update = self._receiver.poll()
+                if update is not None:
+                    update.commit(COMMIT_S)
+            except WeftError as error:
+                if not self._receiver.is_poisoned:  # torn weights are made good by the next version
+                    self.error = error
         return self._receiver.version
 
     @torch.inference_mode()
@@ -123,8 +130,6 @@ class EngineThread:
     def __init__(self, engine: HfEngine) -> None:
         self._engine = engine
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
-        self.error: WeftError | None = None
-        """Why no more versions come; what is served stays."""
         self._thread = threading.Thread(target=self._run, name="weft-hf-engine", daemon=True)
         self._thread.start()
 
@@ -132,6 +137,11 @@ class EngineThread:
     def version(self) -> int | None:
         """The version that is served."""
         return self._engine.version
+
+    @property
+    def error(self) -> WeftError | None:
+        """Why no more versions come."""
+        return self._engine.error
 
     def ask(self, prompt: Sequence[int], **options: Any) -> Future[Answer]:
         """An answer, later."""
@@ -144,21 +154,17 @@ class EngineThread:
             try:
                 job = self._jobs.get(timeout=IDLE_S)
             except queue.Empty:
-                self._attend()
+                with contextlib.suppress(IntegrityError):  # torn until the next version
+                    self._engine.attend()
                 continue
             if job is None:
                 return
+            if not job.answer.set_running_or_notify_cancel():
+                continue
             try:
                 job.answer.set_result(self._engine.generate(job.prompt, **job.options))
             except Exception as error:
                 job.answer.set_exception(error)
-
-    def _attend(self) -> None:
-        if self.error is None:
-            try:
-                self._engine.attend()
-            except WeftError as error:
-                self.error = error
 
     def close(self) -> None:
         """End after the request that is being answered."""

@@ -36,6 +36,9 @@ aten = torch.ops.aten
 _SAME_ELEMENTS = frozenset({aten._to_copy.default, aten.clone.default})
 """A new tensor with the elements of the first argument."""
 
+_CONSTANTS = frozenset({aten.zero_.default, aten.fill_.Scalar, aten.fill_.Tensor})
+"""What a destination may be filled with beside copies: padding."""
+
 Load = Callable[[Iterator[tuple[str, torch.Tensor]]], Any]
 
 
@@ -287,6 +290,8 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _mutated(self, func: Any, tensors: Sequence[torch.Tensor]) -> None:
         """A destination is changed other than by a copy; constants (zeroed padding) are no concern of a recipe."""
         names = [name for tensor in tensors[1:] for name in self._names(tensor)]
+        if func not in _CONSTANTS:
+            names += self._names(tensors[0])
         self.problems += [f"{name}: written by {func}, which is not followed" for name in names]
 
     def _names(self, tensor: torch.Tensor) -> tuple[str, ...]:

@@ -20,6 +20,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import socket
 import time
 import uuid
 from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
@@ -93,7 +94,8 @@ def _to_text(entries: Iterable[Entry]) -> str:
 
 
 def _from_text(text: bytes) -> list[Entry]:
-    return [Entry(name, getattr(torch, dtype), tuple(shape)) for name, dtype, shape in json.loads(text)]
+    known = {str(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
+    return [Entry(name, known[f"torch.{dtype}"], tuple(shape)) for name, dtype, shape in json.loads(text)]
 
 
 class _Split:
@@ -130,6 +132,8 @@ class _Memory:
     entries: list[Entry] = field(default_factory=list)
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
     parts: dict[str, Part] = field(default_factory=dict)
+    ranges: tuple[tuple[int, int], ...] = ()
+    """Of a training engine that sends from its own parameters."""
 
 
 @CheckpointEngineRegistry.register("weft")
@@ -169,7 +173,7 @@ class WeftCheckpointEngine(CheckpointEngine):
     def prepare(self) -> dict[str, Any]:
         """Every process, before every update: who it is."""
         if self._is_master and self._store is None:
-            self._store = TCPStore(self._node, 0, is_master=True, wait_for_workers=False)
+            self._store = _new_store(self._node)
         return {
             "home": self._home,
             "uid": self._uid,
@@ -283,11 +287,16 @@ class WeftCheckpointEngine(CheckpointEngine):
         self._sender = self._new_sender(weights_held)
 
     def _join_with(self, module: torch.nn.Module) -> None:
+        weights = weights_of(module)
         if self._sender is None:
             named = module.named_parameters(remove_duplicate=False)
             self._memory.entries = [Entry.of(name, parameter) for name, parameter in named]
+            self._memory.ranges = weights.ranges
             self._say_layout()
-            self._sender = self._new_sender(weights_of(module))
+            self._sender = self._new_sender(weights)
+        elif weights.ranges != self._memory.ranges:
+            hint = "keep the actor's parameters where they are (no param_offload), or do without WeftManager"
+            raise LayoutError("the actor's parameters have moved since the last update", hint=hint)
 
     def _new_sender(self, weights: Any) -> Sender:
         return Sender(self._address, rank=self._rank, weights=weights, timeout_s=self._timeout_s, **self._security)
@@ -338,6 +347,13 @@ class WeftCheckpointEngine(CheckpointEngine):
         }
         weights = weights_of_tensors(memory.tensors)
         self._receiver = Receiver(self._address, rank=self._rank, weights=weights, **self._security)
+
+
+def _new_store(node: str) -> TCPStore:
+    """A store that listens on the node's own address only; torch's default is every one the host has."""
+    listening = socket.create_server((node, 0), family=socket.AF_INET6 if ":" in node else socket.AF_INET)
+    port = listening.getsockname()[1]
+    return TCPStore(node, port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach())
 
 
 def _for_each(ranks: Sequence[int], common: Mapping[str, Any]) -> dict[str, list[Any]]:

@@ -46,4 +46,4 @@ def plug_in() -> None:
     }
     for target, (hook, kind) in hooks.items():
         HookRegistry.register(target, hook, kind)
-    scheduler.HOOKED.extend(target for target in hooks if ".Scheduler." in target)
+    scheduler.HOOKED.extend(target for target in hooks if "TokenizerManager" not in target)

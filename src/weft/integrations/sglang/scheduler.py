@@ -110,15 +110,13 @@ class Attendant:
                 self._commit(self._receiver, update)
         except WeftError as error:
             self._report(self._receiver, error)
+        if self._receiver is not None and self._receiver.is_poisoned:
+            self._scheduler._engine_paused = True  # whoever tells it to go on
 
     def _report(self, receiver: Receiver, error: WeftError) -> None:
         """The engine goes on with what it serves, unless that is torn."""
         log.error("weft: %s", error)
-        if receiver.is_poisoned:
-            if self._was_paused is None:
-                self._was_paused = self._scheduler._engine_paused
-            self._scheduler._engine_paused = True
-        else:
+        if not receiver.is_poisoned:
             self.close()
 
     def _commit(self, receiver: Receiver, update: Update) -> None:
@@ -130,15 +128,17 @@ class Attendant:
         began = time.monotonic()
         scheduler = self._scheduler
         was_paused = scheduler._engine_paused if self._was_paused is None else self._was_paused
-        if self._cache is CachePolicy.RECOMPUTE and not scheduler.is_fully_idle(ignore_waiting=True):
-            scheduler.pause_generation(PauseGenerationReqInput(mode="retract"))
-        if update.commit(self._settings.commit_s):
-            self._serve(update.version)
-            pause_s = time.monotonic() - began
-            log.info("weft: version %d is served, paused for %.1f ms", update.version, 1e3 * pause_s)
-        self._was_paused = None
-        if scheduler._engine_paused and not was_paused:
-            scheduler.continue_generation(ContinueGenerationReqInput(torch_empty_cache=False))
+        try:
+            if self._cache is CachePolicy.RECOMPUTE and not scheduler.is_fully_idle(ignore_waiting=True):
+                scheduler.pause_generation(PauseGenerationReqInput(mode="retract"))
+            if update.commit(self._settings.commit_s):
+                self._serve(update.version)
+                pause_s = time.monotonic() - began
+                log.info("weft: version %d is served, paused for %.1f ms", update.version, 1e3 * pause_s)
+        finally:
+            self._was_paused = was_paused if receiver.is_poisoned else None
+            if scheduler._engine_paused and not was_paused and not receiver.is_poisoned:
+                scheduler.continue_generation(ContinueGenerationReqInput(torch_empty_cache=False))
 
     def _serve(self, version: int) -> None:
         from sglang.srt.managers.io_struct import UpdateWeightVersionReqInput  # noqa: PLC0415
@@ -161,7 +161,7 @@ class Attendant:
         scheduler._engine_paused, paused = True, scheduler._engine_paused  # requests that wait hold nothing
         flushed = scheduler.is_fully_idle(ignore_waiting=True) and scheduler.flush_cache(empty_cache=False)
         scheduler._engine_paused = paused
-        for request in scheduler.waiting_queue:
+        for request in [*scheduler.waiting_queue, *scheduler.grammar_manager.grammar_queue]:
             if not request.kv.holds_kv:
                 self.separate(request)
         if not flushed:
@@ -196,7 +196,11 @@ def loaded_weights(model: torch.nn.Module, checkpoint: Path) -> Weights:
     """What a Receiver should receive: traced from the model's own loader, written where it lives."""
     live = dict(model.named_parameters(remove_duplicate=False))
     trace = trace_loader(model.load_weights, checkpoint_tensors(checkpoint), live)  # type: ignore[arg-type]
-    touched = _TOUCHED.get(model, set())
+    touched = _TOUCHED.get(model)
+    if touched is None:
+        raise LayoutError(
+            "SGLang's processing of the loaded weights was not seen", hint="load the model with SGLang's default loader"
+        )
     written = {copy.dst for copy in trace.copies}
     packed = tuple(f"{name} is held in another layout" for name in written if name.rpartition(".")[0] in touched)
     if packed:

@@ -36,6 +36,7 @@ def extend_engine_core() -> None:
     from vllm.v1.engine.core import EngineCore, EngineCoreProc  # noqa: PLC0415
 
     EngineCore._initialize_kv_caches = _attending(EngineCore._initialize_kv_caches)
+    EngineCore.add_request = _with_new_request(EngineCore.add_request)
     EngineCore.step = _between_steps(EngineCore.step)
     EngineCore.step_with_batch_queue = _between_steps(EngineCore.step_with_batch_queue)
     EngineCoreProc._process_input_queue = _between_steps(EngineCoreProc._process_input_queue)
@@ -58,11 +59,22 @@ def _between_steps(step: Any) -> Any:
     @functools.wraps(step)
     def between_steps(core: Any) -> Any:
         attendant = getattr(core, "weft", None)
-        if attendant is not None and attendant.is_wanted:
-            attendant.attend()
+        if attendant is not None:
+            attendant.between_steps()
         return step(core)
 
     return between_steps
+
+
+def _with_new_request(add_request: Any) -> Any:
+    @functools.wraps(add_request)
+    def with_new_request(core: Any, request: Any, *args: Any, **kwargs: Any) -> None:
+        attendant = getattr(core, "weft", None)
+        if attendant is not None:
+            attendant.separate(request)
+        add_request(core, request, *args, **kwargs)
+
+    return with_new_request
 
 
 def _leaving(shutdown: Any) -> Any:
@@ -89,7 +101,11 @@ class Attendant:
         """Whether the cores of this engine are agreeing on a step."""
         self._is_called = False
         """Whether an idle core was asked to attend."""
-        self._version: int | None = None
+        self._commits: list[int] = []
+        """How many versions each worker has committed."""
+        self._has_parted = False
+        """Whether blocks of older weights may still lie in the prefix cache."""
+        self._is_torn = False
         self._pause_before: Any = None
         """The scheduler's state before it was stopped for a version."""
         self._folder = tempfile.TemporaryDirectory(prefix="weft-vllm-")  # nobody else may send notices
@@ -102,9 +118,15 @@ class Attendant:
         self._thread = threading.Thread(target=self._listen, name="weft-notices", daemon=True)
         self._thread.start()
 
+    def between_steps(self) -> None:
+        """Attend if anybody wants it; an engine whose weights are torn stands still, whoever tells it to go on."""
+        if self._is_wanted:
+            self.attend()
+        if self._is_torn:
+            self._stop()
+
     @property
-    def is_wanted(self) -> bool:
-        """Whether `attend` has something to do."""
+    def _is_wanted(self) -> bool:
         return bool(self._wanted) or not self._notices.empty()
 
     def close(self) -> None:
@@ -132,8 +154,7 @@ class Attendant:
 
     def _attend_idle(self, _: Any) -> None:
         self._is_called = False
-        if self.is_wanted:
-            self.attend()
+        self.between_steps()
 
     def attend(self) -> None:
         """Between two steps: do what the workers' receivers want."""
@@ -155,24 +176,20 @@ class Attendant:
 
     def _must_finish_batches(self) -> bool:
         """Whether workers still compute batches; no new ones are scheduled then."""
-        from vllm.v1.core.sched.interface import PauseState  # noqa: PLC0415
-
-        if not self._core.batch_queue:
-            return False
-        if self._pause_before is None:
-            self._pause_before = self._core.scheduler.pause_state
-            self._core.scheduler.set_pause_state(PauseState.PAUSED_ALL)
-        return True
+        if self._core.batch_queue:
+            self._stop()
+        return bool(self._core.batch_queue)
 
     def _commit_with_other_cores(self, version: int) -> None:
         """All cores stop at the same step: they compute with each other's experts."""
-        self._is_stopping = True
+        self._is_stopping, was_paused = True, self._core.is_scheduler_paused()
         stopped = self._core.pause_scheduler(mode="keep", clear_cache=False)
 
         def go_on(_: Any = None) -> None:
             self._is_stopping = False
             self._commit(version)
-            self._core.resume_scheduler()
+            if not (was_paused or self._is_torn):
+                self._core.resume_scheduler()
 
         go_on() if stopped is None else stopped.add_done_callback(go_on)
 
@@ -182,25 +199,28 @@ class Attendant:
         for problem in dict.fromkeys(answer["error"] for answer in answers if answer["error"]):
             log.error("weft: %s", problem)
         served = {answer["version"] for answer in answers}
-        if len(served) > 1 or any(answer["is_poisoned"] for answer in answers):
-            self._stop_serving(answers)
+        self._is_torn = len(served) > 1 or any(answer["is_poisoned"] for answer in answers)
+        if self._is_torn:
+            states = ", ".join(f"rank {a['rank']}: {'torn' if a['is_poisoned'] else a['version']}" for a in answers)
+            log.error("weft: the engine's weights are torn (%s); it serves again after the next version", states)
+            self._stop()
             return
-        (now,) = served
-        if now is not None and now != self._version:
-            self._version = now
+        (now,), commits = served, [answer["num_commits"] for answer in answers]
+        if commits != self._commits and now is not None:
+            self._commits = commits
             self._drop_caches()
             self._core.set_weight_version(str(now))
             log.info("weft: version %d is served, paused for %.1f ms", now, 1e3 * max(a["pause_s"] for a in answers))
         self._go_on()
 
-    def _stop_serving(self, answers: list[dict[str, Any]]) -> None:
+    def _stop(self) -> None:
         from vllm.v1.core.sched.interface import PauseState  # noqa: PLC0415
 
-        states = ", ".join(f"rank {a['rank']}: {'torn' if a['is_poisoned'] else a['version']}" for a in answers)
-        log.error("weft: the engine's weights are torn (%s); it serves again after the next version", states)
+        scheduler = self._core.scheduler
         if self._pause_before is None:
-            self._pause_before = self._core.scheduler.pause_state
-        self._core.scheduler.set_pause_state(PauseState.PAUSED_ALL)
+            self._pause_before = scheduler.pause_state
+        if scheduler.pause_state != PauseState.PAUSED_ALL:
+            scheduler.set_pause_state(PauseState.PAUSED_ALL)
 
     def _go_on(self) -> None:
         if self._pause_before is not None:
@@ -228,7 +248,13 @@ class Attendant:
         if self._core.request_block_hasher is None:
             return
         kv_cache_utils.NONE_HASH = kv_cache_utils.BlockHash(secrets.token_bytes(32))
+        self._has_parted = True
         for request in self._waiting_requests():
+            self.separate(request)
+
+    def separate(self, request: Any) -> None:
+        """Let a request that holds no blocks look for those of the present version; it may have been hashed before."""
+        if self._has_parted:
             request.block_hashes.clear()
             request.update_block_hashes()
 

@@ -11,6 +11,7 @@ sends what it yields, from memory that is kept. A trainer that uses `weft.Sender
 
 from __future__ import annotations
 
+import time
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Self
@@ -26,6 +27,8 @@ from weft.integrations.vllm import BACKEND
 from weft.runtime.controller import Controller
 from weft.runtime.sender import Publication, Sender
 from weft.runtime.weights import Weights
+
+HEAD_START_S = 5.0
 
 
 @dataclass
@@ -91,8 +94,15 @@ class WeftTrainer(TrainerWeightTransferEngine[WeftTrainerInit]):
             publication.wait_committed(self._timeout_s)
 
     def _drive_engines(self, publication: Publication) -> None:
-        """vLLM's sequence of calls; a publication that fails is not waited for any longer."""
+        """vLLM's sequence of calls; a publication that fails is not waited for any longer.
+
+        Engines stand still while they are called, so that is put off until the version is there, where they take it by
+        themselves; those inside a user's process have to be called first.
+        """
         self.client.start_weight_update()
+        soon = time.monotonic() + HEAD_START_S
+        while not (publication.is_decided or publication.has_ended) and time.monotonic() < soon:
+            time.sleep(0.002)
         info = {"version": self._version, "timeout_s": self._timeout_s}
         served = self._calls.submit(self.client.update_weights, info)
         with ThreadPoolExecutor(max_workers=1) as watch:

@@ -25,12 +25,15 @@ from vllm.distributed.weight_transfer.base import (
 )
 
 from weft.config import EngineSettings, engine_settings
-from weft.errors import VersionError, WeftError
+from weft.errors import TransferTimeout, VersionError, WeftError
 from weft.integrations.vllm.loading import LoadedModel
 from weft.runtime.keys import member_security
 from weft.runtime.receiver import Receiver
 
 log = logging.getLogger("vllm.weft")
+
+NOTICE_S = 5.0
+"""How long a worker waits for a version another rank of its engine has heard of."""
 
 
 @dataclass
@@ -40,7 +43,7 @@ class WeftInit(WeightTransferInitInfo):
     controller: str = ""
     first_rank: int = 0
     keys: str = ""
-    key: str = "engine"
+    key: str = ""
 
 
 @dataclass
@@ -65,7 +68,9 @@ class WeftTransfer(WeightTransferEngine[WeftInit, WeftUpdate]):
         self._receiver: Receiver | None = None
         self._notices: zmq.Socket[bytes] | None = None
         self._notice_lock = threading.Lock()
-        self._last_pause_s = 0.0
+        self._last_pause_s, self._num_commits = 0.0, 0
+        self._must_process = False
+        """Whether the engine's own layout was not yet made of what is served."""
         if self._settings.controller:
             self._join(self._settings)
 
@@ -110,9 +115,11 @@ class WeftTransfer(WeightTransferEngine[WeftInit, WeftUpdate]):
         given = {name: value for name, value in vars(init_info).items() if value}
         if not given.get("controller") and self._receiver is not None:
             return
+        settings = engine_settings(_additional(self.vllm_config) | given)
+        member_security(settings.keys, settings.key)  # raises before the present controller is left
         self.shutdown()
-        self._settings = engine_settings(_additional(self.vllm_config) | given)
-        self._join(self._settings)
+        self._settings = settings
+        self._join(settings)
 
     def start_weight_update(self) -> None:
         """Versions arrive by themselves; there is nothing to prepare."""
@@ -120,7 +127,7 @@ class WeftTransfer(WeightTransferEngine[WeftInit, WeftUpdate]):
 
     def receive_weights(self, update_info: WeftUpdate) -> None:
         """Wait for a version and serve it."""
-        attended = self.attend(update_info.version, update_info.timeout_s)
+        attended = self.attend(update_info.version, update_info.timeout_s, is_asked=True)
         if attended["error"]:
             raise WeftError(attended["error"])
 
@@ -133,39 +140,65 @@ class WeftTransfer(WeightTransferEngine[WeftInit, WeftUpdate]):
             raise VersionError("this engine has no controller yet", hint=hint)
         return self._receiver
 
-    def attend(self, version: int | None, timeout_s: float) -> dict[str, Any]:
-        """Between two steps, on all workers: serve a version that is decided; without one, whatever else is wanted."""
-        receiver = self._joined()
+    def attend(self, version: int | None, timeout_s: float, *, is_asked: bool = False) -> dict[str, Any]:
+        """Between two steps, on all workers: serve a version that is decided; without one, whatever else is wanted.
+
+        `is_asked`: by the user, who may ask before the version is there.
+        """
         error = ""
         try:
+            receiver = self._joined()
             if version is None:
                 receiver.poll(step=0)
-            elif receiver.is_poisoned or receiver.version is None or receiver.version < version:
-                self._commit(receiver, version, timeout_s)
+            elif not self._serves(receiver, version):
+                self._commit(receiver, version, timeout_s, is_asked=is_asked)
+            self._process()
         except WeftError as problem:
             error = str(problem)
+        except Exception as problem:  # of the engine's own processing: its weights are half made
+            log.exception("weft: processing failed")
+            error = f"{type(problem).__name__}: {problem}"
         return self.status() | {"error": error}
 
-    def _commit(self, receiver: Receiver, version: int, timeout_s: float) -> None:
-        assert self._loaded is not None
+    @staticmethod
+    def _serves(receiver: Receiver, version: int) -> bool:
+        return not receiver.is_poisoned and receiver.version is not None and receiver.version >= version
+
+    def _commit(self, receiver: Receiver, version: int, timeout_s: float, *, is_asked: bool) -> None:
         deadline = time.monotonic() + timeout_s
-        while receiver.is_poisoned or receiver.version is None or receiver.version < version:
-            update = receiver.wait(max(deadline - time.monotonic(), 0.0))
+        while not self._serves(receiver, version):
+            left_s = max(deadline - time.monotonic(), 0.0)
+            try:
+                update = receiver.wait(left_s if is_asked else min(left_s, NOTICE_S))
+            except TransferTimeout:
+                if is_asked or receiver.pending is not None:
+                    raise
+                return  # called off meanwhile
             if not update.commit(max(deadline - time.monotonic(), 0.0)):
                 return  # called off before anything was written
-            began = time.monotonic()
-            with set_current_vllm_config(self.vllm_config):
-                self._loaded.process()
-            self._last_pause_s = receiver.last_pause_s + time.monotonic() - began
+            self._must_process, self._num_commits = True, self._num_commits + 1
+
+    def _process(self) -> None:
+        """Let the engine make its own layout of what was committed."""
+        if not self._must_process:
+            return
+        assert self._loaded is not None
+        assert self._receiver is not None
+        began = time.monotonic()
+        with set_current_vllm_config(self.vllm_config):
+            self._loaded.process()
+        self._must_process = False
+        self._last_pause_s = self._receiver.last_pause_s + time.monotonic() - began
 
     def status(self) -> dict[str, Any]:
         """What this worker serves."""
         receiver = self._receiver
-        poisoned = receiver is not None and receiver.is_poisoned
+        poisoned = self._must_process or (receiver is not None and receiver.is_poisoned)
         return {
             "rank": self.rank,
             "version": None if receiver is None or poisoned else receiver.version,
             "is_poisoned": poisoned,
+            "num_commits": self._num_commits,
             "pause_s": self._last_pause_s,
             "staged_bytes": 0 if self._loaded is None else self._loaded.num_staged_bytes,
         }
