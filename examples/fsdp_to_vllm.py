@@ -11,6 +11,7 @@ import os
 import socket
 import sys
 import tempfile
+import time
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ import weft
 from weft.integrations.hf import checkpoint_weights
 
 NUM_TRAINERS, NUM_STEPS, TOKEN = 2, 12, 7
+LONGEST_S = 240.0
 
 
 def trainer(rank: int, port: int, model_dir: str, controller: str) -> None:
@@ -77,8 +79,10 @@ def main() -> None:
         for process in ranks:
             process.start()
         sampling = vllm.SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, detokenize=False)
-        seen, answer = "", None
+        seen, answer, deadline = "", None, time.monotonic() + LONGEST_S
         while seen != str(NUM_STEPS):
+            if time.monotonic() > deadline:
+                sys.exit(f"no version came after {seen}")
             (request,) = llm.generate([{"prompt_token_ids": [TOKEN]}], sampling, use_tqdm=False)
             answer = request.outputs[0]
             if answer.weight_versions[-1].version != seen:

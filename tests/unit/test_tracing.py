@@ -44,13 +44,10 @@ def follow(load, values: dict[str, torch.Tensor], destinations: dict[str, torch.
     replay(trace, values, replayed)
     boxed = {name: tensor.clone() for name, tensor in destinations.items()}
     for piece in trace.pieces():
-        axes = piece.axes or tuple(range(len(piece.extent)))
-        extent = [1] * values[piece.source].dim()
-        for dim, axis in enumerate(axes):
-            if axis >= 0:
-                extent[axis] = piece.extent[dim]
-        box = values[piece.source][tuple(slice(a, a + n) for a, n in zip(piece.src_lo, extent, strict=True))]
-        order = [axis for axis in axes if axis >= 0]
+        box = values[piece.source][
+            tuple(slice(a, a + n) for a, n in zip(piece.src_lo, piece.source_extent, strict=True))
+        ]
+        order = [axis for _, axis in piece.walked]
         order += [axis for axis in range(box.dim()) if axis not in order]
         where = tuple(slice(a, a + n) for a, n in zip(piece.dst_lo, piece.extent, strict=True))
         boxed[piece.dst][where] = box.permute(order).reshape(piece.extent).to(boxed[piece.dst].dtype)

@@ -69,6 +69,20 @@ class Piece:
     axes: tuple[int, ...] | None = None
     op: Op = Op.COPY
 
+    @property
+    def walked(self) -> tuple[tuple[int, int], ...]:
+        """Destination dimensions with the source dimension each walks along, where there is one."""
+        axes = range(len(self.extent)) if self.axes is None else self.axes
+        return tuple((dim, axis) for dim, axis in enumerate(axes) if axis >= 0)
+
+    @property
+    def source_extent(self) -> tuple[int, ...]:
+        """The size of the box in the dimensions of its source."""
+        extent = [1] * len(self.src_lo)
+        for dim, axis in self.walked:
+            extent[axis] = self.extent[dim]
+        return tuple(extent)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:

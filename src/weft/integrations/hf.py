@@ -15,6 +15,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from weft.core.layout import Tensor
+from weft.errors import LayoutError
 from weft.integrations.renaming import renamed
 from weft.integrations.torch import weights_of
 from weft.integrations.tracing import trace_export
@@ -30,6 +31,8 @@ def checkpoint_weights(model: torch.nn.Module) -> Weights:
         for name in (held.tensor.name, *held.aliases):
             parameters[name] = Tensor(name=name, dtype=held.tensor.dtype, shape=held.tensor.shape)
     trace = trace_export(lambda stand_ins: _as_saved(inner, stand_ins), parameters.values())
+    if trace.unused:
+        raise LayoutError("these parameters are part of no checkpoint tensor", problems=trace.unused)
     return renamed(weights, trace.pieces(), trace.destinations)
 
 

@@ -35,21 +35,17 @@ def renamed(weights: Weights, pieces: Iterable[Piece], tensors: Iterable[Tensor]
 
 def _meet(held: Held, piece: Piece, shape: tuple[int, ...]) -> Iterator[Held]:
     """The part of a shard that belongs to a piece."""
-    axes = piece.axes or tuple(range(len(piece.extent)))
-    size = [1] * len(held.extent)
-    for dim, axis in enumerate(axes):
-        if axis >= 0:
-            size[axis] = piece.extent[dim]
     lo = [max(a, b) for a, b in zip(held.lo, piece.src_lo, strict=True)]
-    hi = [min(a + n, b + m) for a, n, b, m in zip(held.lo, held.extent, piece.src_lo, size, strict=True)]
+    ends = zip(held.lo, held.extent, piece.src_lo, piece.source_extent, strict=True)
+    hi = [min(a + n, b + m) for a, n, b, m in ends]
     if any(end <= start for start, end in zip(lo, hi, strict=True)):
         return
     offset = sum((at - first) * stride for at, first, stride in zip(lo, held.lo, held.strides, strict=True))
-    at, extent, strides = list(piece.dst_lo), [1] * len(axes), [1] * len(axes)
-    for dim, axis in enumerate(axes):
-        if axis >= 0:
-            at[dim] += lo[axis] - piece.src_lo[axis]
-            extent[dim], strides[dim] = hi[axis] - lo[axis], held.strides[axis]
+    num_dims = len(piece.extent)
+    at, extent, strides = list(piece.dst_lo), [1] * num_dims, [1] * num_dims
+    for dim, axis in piece.walked:
+        at[dim] += lo[axis] - piece.src_lo[axis]
+        extent[dim], strides[dim] = hi[axis] - lo[axis], held.strides[axis]
     yield Held(
         tensor=Tensor(name=piece.dst, dtype=held.tensor.dtype, shape=shape),
         lo=tuple(at),

@@ -240,17 +240,15 @@ def _box_name(source: str, seen: Counter[str]) -> tuple[str, list[str]]:
 def _held_piece(piece: Piece, local: torch.Tensor, seen: Counter[str], shape: tuple[int, ...]) -> Held:
     """A box of a source where a piece puts it; its dimensions are the source's."""
     name, aliases = _box_name(piece.source, seen)
-    axes = piece.axes or tuple(range(len(piece.extent)))
-    extent, strides = [1] * len(shape), [1] * len(shape)
-    for dim, axis in enumerate(axes):
-        if axis >= 0:
-            extent[axis], strides[axis] = piece.extent[dim], local.stride(dim)
+    strides = [1] * len(shape)
+    for dim, axis in piece.walked:
+        strides[axis] = local.stride(dim)
     offset = sum(at * stride for at, stride in zip(piece.dst_lo, local.stride(), strict=True))
     return Held(
         tensor=Tensor(name=name, dtype=NAMES[local.dtype], shape=shape),
         aliases=tuple(aliases),
         lo=piece.src_lo,
-        extent=tuple(extent),
+        extent=piece.source_extent,
         strides=tuple(strides),
         address=local.data_ptr() + offset * local.element_size(),
     )

@@ -436,24 +436,19 @@ def _through(made: _Made, view: _Strided) -> Iterator[_FromSource]:
 
 def _meet(box: Piece, part: _FromSource) -> _FromSource | None:
     """Where a box (of a view ← of a made tensor) and a part of the made tensor meet."""
-    axes = box.axes or tuple(range(len(box.extent)))
-    extent_in_made = [1] * len(box.src_lo)
-    for dim, axis in enumerate(axes):
-        if axis >= 0:
-            extent_in_made[axis] = box.extent[dim]
     lo = [max(a, b) for a, b in zip(box.src_lo, part.lo, strict=True)]
-    ends = zip(box.src_lo, extent_in_made, part.lo, part.view.shape, strict=True)
+    ends = zip(box.src_lo, box.source_extent, part.lo, part.view.shape, strict=True)
     hi = [min(a + n, b + m) for a, n, b, m in ends]
     if any(end <= start for start, end in zip(lo, hi, strict=True)):
         return None
     offset = part.view.offset + sum(
         (at - start) * stride for at, start, stride in zip(lo, part.lo, part.view.strides, strict=True)
     )
-    at, shape, strides = list(box.dst_lo), [1] * len(axes), [0] * len(axes)
-    for dim, axis in enumerate(axes):
-        if axis >= 0:
-            at[dim] += lo[axis] - box.src_lo[axis]
-            shape[dim], strides[dim] = hi[axis] - lo[axis], part.view.strides[axis]
+    num_dims = len(box.extent)
+    at, shape, strides = list(box.dst_lo), [1] * num_dims, [0] * num_dims
+    for dim, axis in box.walked:
+        at[dim] += lo[axis] - box.src_lo[axis]
+        shape[dim], strides[dim] = hi[axis] - lo[axis], part.view.strides[axis]
     return _FromSource(tuple(at), part.source, _Strided(tuple(shape), offset, tuple(strides)))
 
 
