@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import socket
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -68,8 +69,10 @@ def _train(pipe: Any, rank: int, model: torch.nn.Module, kind: str, address: str
     with weft.Sender(address, rank=rank, weights=checkpoint_weights(model), timeout_s=WAIT_S) as sender:
         pipe.send("ready")
         while (request := _next(pipe)) is not None:
-            version, seed = request
+            version, seed, dies = request
             fill(model, values[seed])
+            if dies:
+                sender._write = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
             try:
                 publication = sender.publish(version=version)
                 publication.wait_committed(WAIT_S)
@@ -119,6 +122,12 @@ class Trainer:
 
     def try_to_publish(self, version: int, seed: int) -> list[Refusal]:
         for rank in self.ranks:
-            rank.ask((version, seed))
+            rank.ask((version, seed, False))
         answers = [rank.answer(2 * WAIT_S) for rank in self.ranks]
         return [answer for answer in answers if isinstance(answer, Refusal)]
+
+    def die_writing(self, version: int, seed: int) -> None:
+        """Publish, and lose the last rank when all of them may write: its part does not come."""
+        for rank in self.ranks:
+            rank.ask((version, seed, rank is self.ranks[-1]))
+        assert self.ranks[-1].died(WAIT_S)

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Sequence
 
 from tests.integrations.engine_server import Answer
+from tests.support.waiting import wait_until
 
 STOP_S = 60.0
 
@@ -60,3 +61,14 @@ def spans_by(answers: Sequence[Answer], seed_of: Callable[[str], int]) -> dict[i
             before, said = answer.prompt + answer.tokens[:start], answer.tokens[start:end]
             found.setdefault(seed_of(version), []).append((before, said))
     return found
+
+
+def wait_for_answers(streams: Sequence[Stream], more: int, timeout_s: float) -> None:
+    """Until every stream has got so many answers more, or one has failed."""
+    wanted = [len(stream.answers) + more for stream in streams]
+
+    def have_come() -> bool:
+        pairs = zip(streams, wanted, strict=True)
+        return any(stream.errors for stream in streams) or all(len(stream.answers) >= num for stream, num in pairs)
+
+    wait_until(have_come, timeout_s, f"{more} more answers of every stream")

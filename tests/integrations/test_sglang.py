@@ -6,21 +6,25 @@ Live servers load the checkpoint of seed 1; odd versions have the weights of see
 from __future__ import annotations
 
 import importlib.util
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 
 import pytest
 
 import weft
+from tests.integrations.engine_server import Answer
 from tests.integrations.fsdp_trainer import Trainer
 from tests.integrations.sglang_server import serving
-from tests.integrations.streams import Stream, check_spans, spans_by
+from tests.integrations.streams import Stream, check_spans, spans_by, wait_for_answers
 from tests.integrations.tiny_models import PROMPTS, save_checkpoint
+from tests.support.waiting import wait_until
 
 pytestmark = [
     pytest.mark.engines,
     pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="SGLang is not installed"),
 ]
 
+WAIT_S = 60.0
 NUM_STREAMS = 3
 NUM_TOKENS = 60
 NUM_VERSIONS = 12
@@ -63,7 +67,10 @@ def test_versions_arrive_while_requests_stream(tmp_path):
 
 
 def test_experts_on_two_ranks(tmp_path):
-    """Experts in parameters of three dimensions, cut over two ranks, written in place; nothing is computed again."""
+    """Experts in parameters of three dimensions, cut over two ranks, written in place while requests run.
+
+    Nobody finds keys and values of older weights; running requests keep theirs. Weights that are torn are not served.
+    """
     checkpoints = {seed: save_checkpoint("moe", seed, tmp_path) for seed in (1, 2)}
 
     def said_by(server) -> list[list[int]]:
@@ -80,9 +87,39 @@ def test_experts_on_two_ranks(tmp_path):
         )
         expected[1] = said_by(server)
         assert all(a != b for a, b in zip(expected[1], expected[2], strict=True))
-        trainer = Trainer(stack)
-        with trainer.training("moe", controller.address):
-            for version in range(1, 5):
-                trainer.publish(version, seed_of(str(version)))
-                assert said_by(server) == expected[seed_of(str(version))]
-                assert server.version == str(version)
+        streams = [Stream(server.generate, PROMPTS[i:] + PROMPTS[:i], 16) for i in range(NUM_STREAMS)]
+        with ExitStack() as lost:
+            trainer = Trainer(lost)
+            with trainer.training("moe", controller.address):
+                for stream in streams:
+                    stream.start()
+                for version in range(1, 7):
+                    trainer.publish(version, seed_of(str(version)))
+                    wait_for_answers(streams, 2, WAIT_S)
+                answers = [answer for stream in streams for answer in stream.stop()]
+                assert said_by(server) == expected[1]
+                assert server.version == "6"
+                trainer.die_writing(7, 2)
+        check_steady(answers, expected)
+        log = tmp_path / "live.log"
+        wait_until(lambda: log.read_text().count("weights are torn") == 2, WAIT_S, "both ranks know that they are torn")
+        with ThreadPoolExecutor(1) as asking:
+            answering = asking.submit(server.generate, list(PROMPTS[0]), 16)
+            server.post("continue_generation")
+            with pytest.raises(TimeoutError):
+                answering.result(3.0)
+            trainer = Trainer(stack)
+            with trainer.training("moe", controller.address):
+                trainer.publish(9, 2)
+                answer = answering.result(WAIT_S)
+                assert (answer.tokens, answer.spans) == (expected[2][0], [("9", 0, 16)])
+                assert said_by(server) == expected[2]
+
+
+def check_steady(answers: list[Answer], expected: dict[int, list[list[int]]]) -> None:
+    """Answers that began after a version, and ended before the next one, are those of a fresh engine."""
+    check_spans(answers, 16)
+    steady = [answer for answer in answers if len(answer.spans) == 1]
+    assert len({answer.spans[0][0] for answer in steady}) > 2, "the streams met hardly any version"
+    for answer in steady:
+        assert answer.tokens == expected[seed_of(answer.spans[0][0])][PROMPTS.index(answer.prompt)]

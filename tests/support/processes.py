@@ -44,6 +44,11 @@ class Process:
         assert not isinstance(answer, Failure), answer.trace
         return answer
 
+    def died(self, timeout_s: float) -> bool:
+        """Wait for its end; whether it was killed."""
+        self._process.join(timeout_s)
+        return (self._process.exitcode or 0) < 0
+
     def kill(self) -> None:
         self._process.kill()
         self._process.join(END_S)

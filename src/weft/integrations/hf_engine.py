@@ -55,7 +55,7 @@ class HfEngine:
         self._model: Any = model
         self._receiver = Receiver(controller, rank=rank, weights=checkpoint_weights(model), **security)
         self.error: WeftError | None = None
-        """Why no more versions come; what is served stays."""
+        """What went wrong since the version that is served; that stays."""
 
     @property
     def version(self) -> int | None:
@@ -64,14 +64,12 @@ class HfEngine:
 
     def attend(self) -> int | None:
         """Serve a version that is there; the version that is served then. Raises IntegrityError if that is torn."""
-        if self.error is None:
-            try:
-                update = self._receiver.poll()
-                if update is not None:
-                    update.commit(COMMIT_S)
-            except WeftError as error:
-                if not self._receiver.is_poisoned:  # torn weights are made good by the next version
-                    self.error = error
+        try:
+            update = self._receiver.poll()
+            if update is not None and update.commit(COMMIT_S):
+                self.error = None
+        except WeftError as error:
+            self.error = error
         return self._receiver.version
 
     @torch.inference_mode()
@@ -140,7 +138,7 @@ class EngineThread:
 
     @property
     def error(self) -> WeftError | None:
-        """Why no more versions come."""
+        """What went wrong since the version that is served."""
         return self._engine.error
 
     def ask(self, prompt: Sequence[int], **options: Any) -> Future[Answer]:

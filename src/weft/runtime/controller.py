@@ -386,9 +386,11 @@ class Controller:
         self._let_go()
 
     def _refuse_all(self, error: WeftError) -> None:
+        """Both sides hear why they do not fit. Engines serve on, and may wait for other trainers."""
         log.error("no plan: %s", error)
-        for member in list(self._who.members):
-            self._send(member, Refused(reason=str(error), hint=error.hint or ""))
+        for member, known in self._who.members.items():
+            may_return = known.join.side == "engine"
+            self._send(member, Refused(reason=str(error), hint=error.hint or "", may_return=may_return))
         self._who.members.clear()
 
     def _rebuild(self) -> None:

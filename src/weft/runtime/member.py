@@ -43,6 +43,9 @@ class Duties(Protocol):
     def controller_lost(self, error: WeftError) -> None:
         """The controller is silent; it may come back."""
 
+    def refused(self, error: WeftError) -> None:
+        """The members there were did not fit together; this one waits for others."""
+
     def failed(self, error: WeftError) -> None:
         """The member cannot go on."""
 
@@ -171,8 +174,13 @@ class ControlThread:
                     what = f"the controller at `{self._address}` was restarted, or had given {self._client.member} up"
                     self._duties.controller_lost(PeerLost(what, hint="members join again by themselves"))
                 self._must_join, self._is_joined = True, False
-            case Refused(reason=reason, hint=hint):
-                raise ProtocolError(f"the controller refused {self._client.member}: {reason}", hint=hint or None)
+            case Refused(reason=reason, hint=hint, may_return=may_return):
+                error = ProtocolError(f"the controller refused {self._client.member}: {reason}", hint=hint or None)
+                if not may_return:
+                    raise error
+                self._forget_all()
+                self._must_join, self._is_joined = True, False
+                self._duties.refused(error)
             case _:
                 self._duties.handle(message)
 

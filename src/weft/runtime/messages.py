@@ -177,6 +177,8 @@ class Refused(_Message, frozen=True):
 
     reason: str
     hint: str = ""
+    may_return: bool = False
+    """Whether others may be to blame: the member can wait for those who fit."""
 
 
 class Unknown(_Message, frozen=True):

@@ -144,6 +144,8 @@ class Receiver:
         self._version: int | None = None
         self._poison: str | None = None
         self._error: WeftError | None = None
+        self._refusal: WeftError | None = None
+        """Why there was no plan; `poll` and `wait` raise it once, and the receiver waits for other trainers."""
         self._step = 0
         self._fence: int | None = None
         self._boundary: int | None = None
@@ -170,7 +172,9 @@ class Receiver:
         return self._poison is not None
 
     def poll(self, *, step: int | None = None) -> Update | None:
-        """A version that may be committed now, if there is one. Raises if the receiver has failed.
+        """A version that may be committed now, if there is one.
+
+        Raises if the receiver has failed; once if trainers and engines did not fit, and waits for other trainers then.
 
         Never waits, except where other ranks of the same engine must agree on the step and are far behind.
         `step` is the engine's own step number, where calls of `poll` do not count it.
@@ -237,7 +241,8 @@ class Receiver:
         """Whether `wait` is over. In place a rank that waits may pause before its engine has agreed on a step."""
         in_place = self._control.settings.mode is ReceiverMode.IN_PLACE
         agreed = self._fence is None or self._boundary is not None or in_place
-        return self._error is not None or (self._pending is not None and agreed)
+        failed = self._error is not None or self._refusal is not None
+        return failed or (self._pending is not None and agreed)
 
     def _do_engine_task(self) -> None:
         task, self._engine_task = self._engine_task, None
@@ -337,8 +342,10 @@ class Receiver:
         self._control.listen_closely(for_now=False)
 
     def _raise_error(self) -> None:
-        if self._error is not None:
-            raise self._error
+        refusal, self._refusal = self._refusal, None
+        error = self._error or refusal
+        if error is not None:
+            raise error
 
     def join_message(self) -> Join:
         """How to join, with what is known of versions."""
@@ -596,6 +603,13 @@ class Receiver:
         with self._changed:
             if self._pending is not None and self._control.settings.mode is ReceiverMode.IN_PLACE:
                 self._end_in_place(Decide(version=self._pending, commit=False, torn=True, reason=str(error)))
+
+    def refused(self, error: WeftError) -> None:
+        """Trainers and engines did not fit; the receiver has joined again, and waits for other trainers."""
+        with self._changed:
+            self._refusal = error
+            self._changed.notify_all()
+        self._on_wanted(None)
 
     def failed(self, error: WeftError) -> None:
         """The member cannot go on."""

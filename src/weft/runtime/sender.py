@@ -340,6 +340,10 @@ class Sender:
         for publication in list(self._publications.values()):
             self._decide(publication, error)
 
+    def refused(self, error: WeftError) -> None:
+        """A trainer that does not fit is started anew."""
+        self.failed(error)
+
     def failed(self, error: WeftError) -> None:
         """The member cannot go on."""
         with self._lock:

@@ -34,6 +34,7 @@ def plug_in() -> None:
         ),
         f"{SCHEDULER}.run_event_loop": (scheduler.running, HookType.AROUND),
         f"{SCHEDULER}.ingest_requests": (scheduler.between_iterations, HookType.AFTER),
+        f"{SCHEDULER}._poll_timeout_aborts": (scheduler.with_own_requests, HookType.AFTER),
         f"{SCHEDULER}._maybe_namespace_elastic_radix_cache": (scheduler.with_new_request, HookType.AFTER),
         "sglang.srt.managers.scheduler_components.idle_sleeper.IdleSleeper.maybe_sleep": (
             scheduler.sleeping,

@@ -2,32 +2,45 @@
 
 consumes      versions from trainers (Receiver); SGLang's own loop, through hooks
 produces      committed weights, dropped caches, version spans
-waits for     in a commit: ranks of the same engine, in place also the writers; all with deadlines
+waits for     ranks of the same engine, in SGLang's own broadcasts; in a commit: see EngineRank
 
-All ranks of an engine go through the same iterations (each begins with a broadcast of new requests, even of none), so
-counting them is enough to commit at the same one. A receiver that fails is reported once, and the engine goes on with
-what it serves; weights that are torn stop the engine until the next version.
+All ranks of an engine do the same in every iteration, because the first one tells the others what there is to do. So it
+also tells them which version to serve. They serve it if all of them have it, and then compare what they serve: where
+that differs, or is torn, the engine stands still until the next version. A receiver that fails is reported once, and
+the engine goes on with what it serves.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
+from sglang.srt.managers.io_struct import (
+    ContinueGenerationReqInput,
+    PauseGenerationReqInput,
+    UpdateWeightVersionReqInput,
+)
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams
+from sglang.srt.model_loader.loader import post_load_weights
+from sglang.srt.plugins.hook_registry import HookRegistry
+from sglang.srt.runtime_context import get_parallel
+from sglang.utils import TypeBasedDispatcher
 
 from weft.config import CachePolicy, EngineSettings, engine_settings
-from weft.errors import ConfigError, LayoutError, WeftError
+from weft.errors import ConfigError, LayoutError
 from weft.integrations.checkpoint import checkpoint_tensors
+from weft.integrations.engine_rank import NOTICE_S, EngineRank
 from weft.integrations.torch import weights_of_pieces
 from weft.integrations.touching import touched_modules
 from weft.integrations.tracing import trace_loader
 from weft.runtime.keys import member_security
-from weft.runtime.receiver import Receiver, Update
+from weft.runtime.receiver import Receiver
 from weft.runtime.weights import Weights
 
 log = logging.getLogger("sglang.weft")
@@ -55,11 +68,25 @@ def running(original: Callable[..., Any], scheduler: Any) -> Any:
         attendant.close()
 
 
+@dataclass(frozen=True, slots=True)
+class ServeVersion:
+    """What the first rank of an engine tells all of them."""
+
+    version: int
+
+
+def with_own_requests(requests: list[Any], scheduler: Any) -> list[Any]:
+    """In every iteration on the first rank: what it tells all ranks, beside requests of users."""
+    attendant = getattr(scheduler, "weft", None)
+    version = None if attendant is None else attendant.wanted
+    return requests if version is None else [*requests, ServeVersion(version)]
+
+
 def between_iterations(_: Any, scheduler: Any, *__: Any, **___: Any) -> None:
     """Once in every iteration on every rank: busy, idle or paused."""
     attendant = getattr(scheduler, "weft", None)
     if attendant is not None:
-        attendant.attend()
+        attendant.tend()
 
 
 def with_new_request(_: Any, scheduler: Any, request: Any) -> None:
@@ -78,74 +105,87 @@ class Attendant:
     """Serves versions in one scheduler process."""
 
     def __init__(self, scheduler: Any, settings: EngineSettings) -> None:
-        from sglang.srt.runtime_context import get_parallel  # noqa: PLC0415
-
         _check_hooks()
         self._scheduler, self._settings = scheduler, settings
         parallel = get_parallel()
-        rank = settings.first_rank + (parallel.dp_rank or 0) * parallel.tp_size + parallel.tp_rank
-        if parallel.pp_size > 1:
-            raise ConfigError("weft does not support pipeline parallelism in SGLang", hint="use tensor parallelism")
+        _check_parallelism(parallel)
+        self._group = parallel.tp_group.cpu_group if parallel.tp_size > 1 else None
         self._cache = settings.cache
         if scheduler.enable_overlap and self._cache is CachePolicy.KEEP:
             log.warning("weft: with the overlap schedule running requests are computed again (cache policy recompute)")
             self._cache = CachePolicy.RECOMPUTE
         runner = scheduler.tp_worker.model_runner
-        self._model = runner.model
+        rank = settings.first_rank + (parallel.dp_rank or 0) * parallel.tp_size + parallel.tp_rank
+        self._rank = EngineRank(rank, lambda: post_load_weights(runner.model))
         weights = loaded_weights(runner.model, Path(runner.model_config.model_path))
-        self._receiver: Receiver | None = Receiver(
-            settings.controller, rank=rank, weights=weights, **member_security(settings.keys, settings.key)
-        )
+        security = member_security(settings.keys, settings.key)
+        self._rank.join(Receiver(settings.controller, rank=rank, weights=weights, **security))
         self._version: int | None = None
+        self._not_before = 0.0
+        """When to try again after a version that not all ranks had."""
         self._was_paused: bool | None = None
         """Before the engine was stopped because its weights are torn."""
+        self._reported = ""
+        scheduler._request_dispatcher += TypeBasedDispatcher([(ServeVersion, self.serve)])
 
-    def attend(self) -> None:
-        """Commit a version if all ranks may."""
-        if self._receiver is None:
+    @property
+    def wanted(self) -> int | None:
+        """A version that all ranks should serve now."""
+        return self._rank.wanted if time.monotonic() >= self._not_before else None
+
+    def tend(self) -> None:
+        """See to the receiver; a torn engine stands still, whoever tells it to go on."""
+        self._report(self._rank.tend()["error"])
+        if self._was_paused is not None:
+            self._scheduler._engine_paused = True
+
+    def _report(self, error: str) -> None:
+        if error and error != self._reported:
+            log.error("weft: %s", error)
+        self._reported = error
+
+    def serve(self, told: ServeVersion) -> None:
+        """On all ranks in the same iteration."""
+        scheduler = self._scheduler
+        if not self._all_agree(self._rank.hears_of(told.version)):
+            log.warning("weft: not all ranks of this engine have version %d", told.version)
+            self._not_before = time.monotonic() + NOTICE_S
             return
-        try:
-            update = self._receiver.poll()
-            if update is not None:
-                self._commit(self._receiver, update)
-        except WeftError as error:
-            self._report(self._receiver, error)
-        if self._receiver is not None and self._receiver.is_poisoned:
-            self._scheduler._engine_paused = True  # whoever tells it to go on
-
-    def _report(self, receiver: Receiver, error: WeftError) -> None:
-        """The engine goes on with what it serves, unless that is torn."""
-        log.error("weft: %s", error)
-        if not receiver.is_poisoned:
-            self.close()
-
-    def _commit(self, receiver: Receiver, update: Update) -> None:
-        from sglang.srt.managers.io_struct import (  # noqa: PLC0415
-            ContinueGenerationReqInput,
-            PauseGenerationReqInput,
-        )
-
-        began = time.monotonic()
-        scheduler = self._scheduler
         was_paused = scheduler._engine_paused if self._was_paused is None else self._was_paused
-        try:
-            if self._cache is CachePolicy.RECOMPUTE and not scheduler.is_fully_idle(ignore_waiting=True):
-                scheduler.pause_generation(PauseGenerationReqInput(mode="retract"))
-            if update.commit(self._settings.commit_s):
-                self._serve(update.version)
-                pause_s = time.monotonic() - began
-                log.info("weft: version %d is served, paused for %.1f ms", update.version, 1e3 * pause_s)
-        finally:
-            self._was_paused = was_paused if receiver.is_poisoned else None
-            if scheduler._engine_paused and not was_paused and not receiver.is_poisoned:
-                scheduler.continue_generation(ContinueGenerationReqInput(torch_empty_cache=False))
+        if self._cache is CachePolicy.RECOMPUTE and not scheduler.is_fully_idle(ignore_waiting=True):
+            scheduler.pause_generation(PauseGenerationReqInput(mode="retract"))
+        status = self._rank.serve(told.version, self._settings.commit_s)
+        self._report(status["error"])
+        if not self._all_serve(status):
+            log.error("weft: the engine's weights are torn; it serves again after the next version")
+            self._was_paused, scheduler._engine_paused = was_paused, True
+            return
+        if status["version"] != self._version:
+            self._show(status["version"])
+            log.info("weft: version %d is served, paused for %.1f ms", status["version"], 1e3 * status["pause_s"])
+        self._was_paused = None
+        if scheduler._engine_paused and not was_paused:
+            scheduler.continue_generation(ContinueGenerationReqInput(torch_empty_cache=False))
 
-    def _serve(self, version: int) -> None:
-        from sglang.srt.managers.io_struct import UpdateWeightVersionReqInput  # noqa: PLC0415
-        from sglang.srt.model_loader.loader import post_load_weights  # noqa: PLC0415
+    def _all_serve(self, status: Mapping[str, Any]) -> bool:
+        """Whether all ranks serve the same, whole version."""
+        version = -1 if status["version"] is None else status["version"]
+        low, minus_high, are_whole = self._least(version, -version, int(not status["is_poisoned"]))
+        return bool(are_whole) and low == -minus_high
 
+    def _all_agree(self, holds: bool) -> bool:
+        return bool(self._least(int(holds))[0])
+
+    def _least(self, *numbers: int) -> list[int]:
+        """Of every number the least among all ranks of the engine."""
+        found = torch.tensor(numbers, dtype=torch.int64)
+        if self._group is not None:
+            torch.distributed.all_reduce(found, op=torch.distributed.ReduceOp.MIN, group=self._group)
+        return found.tolist()
+
+    def _show(self, version: int) -> None:
+        """Let answers and caches know the version."""
         scheduler = self._scheduler
-        post_load_weights(self._model)
         self._version = version
         scheduler.record_weight_version_change(new_version=str(version))
         told = UpdateWeightVersionReqInput(new_version=str(version))
@@ -155,8 +195,6 @@ class Attendant:
 
     def _part_from_cache(self) -> None:
         """Empty the cache if nobody runs; otherwise let nobody find what older weights computed."""
-        from sglang.srt.mem_cache.base_prefix_cache import EvictParams  # noqa: PLC0415
-
         scheduler = self._scheduler
         scheduler._engine_paused, paused = True, scheduler._engine_paused  # requests that wait hold nothing
         flushed = scheduler.is_fully_idle(ignore_waiting=True) and scheduler.flush_cache(empty_cache=False)
@@ -179,14 +217,16 @@ class Attendant:
 
     def close(self) -> None:
         """Leave the controller."""
-        receiver, self._receiver = self._receiver, None
-        if receiver is not None:
-            receiver.close()
+        self._rank.leave()
+
+
+def _check_parallelism(parallel: Any) -> None:
+    for is_used, name in ((parallel.pp_size > 1, "pipeline parallelism"), (parallel.attn_dp_enabled, "dp attention")):
+        if is_used:
+            raise ConfigError(f"weft does not support {name} in SGLang", hint="use tensor parallelism and replicas")
 
 
 def _check_hooks() -> None:
-    from sglang.srt.plugins.hook_registry import HookRegistry  # noqa: PLC0415
-
     missing = [target for target in HOOKED if target not in HookRegistry._patched]
     if missing:
         raise ConfigError(f"this SGLang has no {', '.join(missing)}", hint="weft was made for SGLang 0.5.23")

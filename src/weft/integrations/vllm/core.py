@@ -1,7 +1,7 @@
 """In vLLM's engine-core process: commits versions between two steps, on all workers together.
 
 consumes      notices of the workers that a version wants to be committed; calls of vLLM's step functions
-produces      `weft_attend` on all workers; dropped caches; the version that responses carry
+produces      `weft_serve` on all workers; dropped caches; the version that responses carry
 waits for     workers, in `attend`                      unblocked by   their answers; they have deadlines
 
 Only the engine core knows where a step ends, and only it holds the scheduler and the prefix cache. Batches that were
@@ -22,11 +22,12 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
+import msgspec
 import zmq
 
 from weft.config import CachePolicy
 from weft.integrations.vllm import BACKEND
-from weft.integrations.vllm.worker import settings_of
+from weft.integrations.vllm.worker import Notice, settings_of
 
 log = logging.getLogger("vllm.weft")
 
@@ -87,18 +88,50 @@ def _leaving(shutdown: Any) -> Any:
     return leaving
 
 
+class Brake:
+    """Keeps a scheduler from scheduling; what users want of it meanwhile (pause, resume) takes effect afterwards."""
+
+    def __init__(self, core: Any) -> None:
+        self._core = core
+        self._wished: Any = None
+        """The state users want; None while the brake is off."""
+
+    def hold(self) -> None:
+        """Schedule nothing more, whoever tells the scheduler to go on."""
+        from vllm.v1.core.sched.interface import PauseState  # noqa: PLC0415
+
+        scheduler = self._core.scheduler
+        if self._wished is None:
+            self._wished = scheduler.pause_state
+            scheduler.set_pause_state(PauseState.PAUSED_ALL)
+            scheduler.set_pause_state = self._wish
+
+    def _wish(self, state: Any) -> None:
+        self._wished = state
+
+    def release(self) -> None:
+        """Do what users want."""
+        if self._wished is not None:
+            scheduler, wished = self._core.scheduler, self._wished
+            self._wished = None
+            del scheduler.set_pause_state  # the scheduler's own again
+            scheduler.set_pause_state(wished)
+
+
 class Attendant:
     """Brings decided versions to the workers of one engine core. `attend` runs on the core's own thread."""
 
     def __init__(self, core: Any) -> None:
         self._core = core
         self._settings = settings_of(core.vllm_config)
-        self._notices: queue.SimpleQueue[int | None] = queue.SimpleQueue()
-        """Versions that want to be committed, None for other needs of the receivers; from the listening thread."""
-        self._wanted: set[int | None] = set()
-        """Those that `attend` has seen."""
+        self._notices: queue.SimpleQueue[Notice] = queue.SimpleQueue()
+        """What receivers want; from the listening thread."""
+        self._wanted: dict[int, set[int]] = {}
+        """Versions that want to be committed, and the workers that have them."""
         self._is_stopping = False
         """Whether the cores of this engine are agreeing on a step."""
+        self._must_resume = False
+        """Whether they were running before."""
         self._is_called = False
         """Whether an idle core was asked to attend."""
         self._commits: list[int] = []
@@ -106,8 +139,9 @@ class Attendant:
         self._has_parted = False
         """Whether blocks of older weights may still lie in the prefix cache."""
         self._is_torn = False
-        self._pause_before: Any = None
-        """The scheduler's state before it was stopped for a version."""
+        self._brake = Brake(core)
+        self._reported: set[str] = set()
+        """Errors that were logged."""
         self._folder = tempfile.TemporaryDirectory(prefix="weft-vllm-")  # nobody else may send notices
         self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PULL)
         self._socket.setsockopt(zmq.LINGER, 0)
@@ -119,15 +153,9 @@ class Attendant:
         self._thread.start()
 
     def between_steps(self) -> None:
-        """Attend if anybody wants it; an engine whose weights are torn stands still, whoever tells it to go on."""
-        if self._is_wanted:
+        """Attend if anybody wants it."""
+        if self._wanted or not self._notices.empty():
             self.attend()
-        if self._is_torn:
-            self._stop()
-
-    @property
-    def _is_wanted(self) -> bool:
-        return bool(self._wanted) or not self._notices.empty()
 
     def close(self) -> None:
         """Listen no longer."""
@@ -137,73 +165,94 @@ class Attendant:
     def _listen(self) -> None:
         while not self._is_closed.is_set():
             if self._socket.poll(200):
-                text = self._socket.recv()
-                self._notices.put(int(text) if text else None)
+                self._notices.put(msgspec.msgpack.decode(self._socket.recv(), type=Notice))
                 self._call_idle_core()
         self._socket.close()
         self._folder.cleanup()
 
     def _call_idle_core(self) -> None:
         """A core without requests waits for its input; one inside the user's own process waits for their next call."""
-        from vllm.v1.engine import EngineCoreRequestType  # noqa: PLC0415
-
         if hasattr(self._core, "_idle_state_callbacks") and hasattr(self._core, "input_queue") and not self._is_called:
             self._is_called = True
             self._core._idle_state_callbacks.append(self._attend_idle)
-            self._core.input_queue.put_nowait((EngineCoreRequestType.WAKEUP, None))
+            self._wake_up()
 
     def _attend_idle(self, _: Any) -> None:
         self._is_called = False
         self.between_steps()
+        if self._core.has_work():  # which stood still until this version
+            self._wake_up()
+
+    def _wake_up(self) -> None:
+        from vllm.v1.engine import EngineCoreRequestType  # noqa: PLC0415
+
+        self._core.input_queue.put_nowait((EngineCoreRequestType.WAKEUP, None))
 
     def attend(self) -> None:
         """Between two steps: do what the workers' receivers want."""
+        if self._take_notices():
+            self._ask_workers("weft_tend")
+        parallel = self._core.vllm_config.parallel_config
+        ready = [version for version, ranks in self._wanted.items() if len(ranks) == parallel.world_size]
+        if not ready or self._is_stopping or self._must_finish_batches():
+            return  # called again before the next step
+        version = max(ready)
+        self._wanted = {later: ranks for later, ranks in self._wanted.items() if later > version}
+        if hasattr(self._core, "dp_group") and parallel.enable_expert_parallel:
+            self._commit_with_other_cores(version)
+        else:
+            self._commit(version)
+
+    def _take_notices(self) -> bool:
+        """Whether any receiver wants something else than a commit."""
+        others = False
         with contextlib.suppress(queue.Empty):
             while True:
-                self._wanted.add(self._notices.get_nowait())
-        versions = [version for version in self._wanted if version is not None]
-        if versions and (self._is_stopping or self._must_finish_batches()):
-            return  # called again before the next step
-        self._wanted.clear()
-        if (
-            hasattr(self._core, "dp_group")
-            and versions
-            and self._core.vllm_config.parallel_config.enable_expert_parallel
-        ):
-            self._commit_with_other_cores(max(versions))
-        else:
-            self._commit(max(versions, default=None))
+                notice = self._notices.get_nowait()
+                if notice.version is None:
+                    others = True
+                else:
+                    self._wanted.setdefault(notice.version, set()).add(notice.rank)
+        return others
 
     def _must_finish_batches(self) -> bool:
         """Whether workers still compute batches; no new ones are scheduled then."""
         if self._core.batch_queue:
-            self._stop()
+            self._brake.hold()
         return bool(self._core.batch_queue)
 
     def _commit_with_other_cores(self, version: int) -> None:
         """All cores stop at the same step: they compute with each other's experts."""
-        self._is_stopping, was_paused = True, self._core.is_scheduler_paused()
+        self._is_stopping = True
+        self._must_resume = self._must_resume or not self._core.is_scheduler_paused()
         stopped = self._core.pause_scheduler(mode="keep", clear_cache=False)
 
         def go_on(_: Any = None) -> None:
             self._is_stopping = False
             self._commit(version)
-            if not (was_paused or self._is_torn):
+            if self._must_resume and not self._is_torn:
+                self._must_resume = False
                 self._core.resume_scheduler()
 
         go_on() if stopped is None else stopped.add_done_callback(go_on)
 
-    def _commit(self, version: int | None) -> None:
-        timeout_s = self._settings.commit_s
-        answers = self._core.model_executor.collective_rpc("weft_attend", args=(version, timeout_s))
-        for problem in dict.fromkeys(answer["error"] for answer in answers if answer["error"]):
-            log.error("weft: %s", problem)
+    def _ask_workers(self, method: str, *args: Any) -> list[dict[str, Any]]:
+        """What all workers say; new errors are logged."""
+        answers = self._core.model_executor.collective_rpc(method, args=args)
+        errors = {answer["error"] for answer in answers if answer["error"]}
+        for error in sorted(errors - self._reported):
+            log.error("weft: %s", error)
+        self._reported = errors
+        return answers
+
+    def _commit(self, version: int) -> None:
+        answers = self._ask_workers("weft_serve", version, self._settings.commit_s)
         served = {answer["version"] for answer in answers}
         self._is_torn = len(served) > 1 or any(answer["is_poisoned"] for answer in answers)
         if self._is_torn:
             states = ", ".join(f"rank {a['rank']}: {'torn' if a['is_poisoned'] else a['version']}" for a in answers)
             log.error("weft: the engine's weights are torn (%s); it serves again after the next version", states)
-            self._stop()
+            self._brake.hold()
             return
         (now,), commits = served, [answer["num_commits"] for answer in answers]
         if commits != self._commits and now is not None:
@@ -211,21 +260,7 @@ class Attendant:
             self._drop_caches()
             self._core.set_weight_version(str(now))
             log.info("weft: version %d is served, paused for %.1f ms", now, 1e3 * max(a["pause_s"] for a in answers))
-        self._go_on()
-
-    def _stop(self) -> None:
-        from vllm.v1.core.sched.interface import PauseState  # noqa: PLC0415
-
-        scheduler = self._core.scheduler
-        if self._pause_before is None:
-            self._pause_before = scheduler.pause_state
-        if scheduler.pause_state != PauseState.PAUSED_ALL:
-            scheduler.set_pause_state(PauseState.PAUSED_ALL)
-
-    def _go_on(self) -> None:
-        if self._pause_before is not None:
-            before, self._pause_before = self._pause_before, None
-            self._core.scheduler.set_pause_state(before)
+        self._brake.release()
 
     def _drop_caches(self) -> None:
         policy = self._settings.cache

@@ -1,0 +1,131 @@
+"""One rank of an engine whose driver (vLLM's engine core, SGLang's first scheduler) says when all ranks commit.
+
+consumes      versions from trainers (Receiver); calls of the driver, on the engine's own thread
+produces      committed weights, processed by the engine's own code; what the driver needs to know of the rank
+waits for     in `serve`: ranks of the same engine, in place also the writers; all with deadlines
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from typing import Any
+
+from weft.errors import VersionError, WeftError
+from weft.runtime.receiver import Receiver
+
+log = logging.getLogger(__name__)
+
+NOTICE_S = 5.0
+"""How long a rank waits for a version another rank of its engine has heard of."""
+
+
+class EngineRank:
+    """Serves the versions its driver names. Errors are kept for the driver; the engine goes on with what it has."""
+
+    def __init__(self, rank: int, process: Callable[[], None]) -> None:
+        """`process`: lets the engine make its own layout of what was committed."""
+        self.rank = rank
+        self._process = process
+        self._receiver: Receiver | None = None
+        self._error = ""
+        self._num_commits, self._pause_s = 0, 0.0
+        self._must_process = False
+        """Whether the engine's own layout was not yet made of what is served."""
+
+    @property
+    def has_joined(self) -> bool:
+        """Whether there is a controller."""
+        return self._receiver is not None
+
+    @property
+    def wanted(self) -> int | None:
+        """A version that should be served."""
+        return None if self._receiver is None else self._receiver.pending
+
+    def join(self, receiver: Receiver) -> None:
+        """Serve what this receiver gets; its controller is another one than before."""
+        self.leave()
+        self._receiver = receiver
+
+    def leave(self) -> None:
+        """Leave the controller; the engine goes on with what it serves."""
+        receiver, self._receiver = self._receiver, None
+        if receiver is not None:
+            receiver.close()
+
+    def joined(self) -> Receiver:
+        """The receiver."""
+        if self._receiver is None:
+            hint = "set WEFT_CONTROLLER, or call init_weight_transfer_engine with it"
+            raise VersionError("this engine has no controller yet", hint=hint)
+        return self._receiver
+
+    def tend(self) -> dict[str, Any]:
+        """Do what the receiver wants of the engine's thread besides commits; notice what has failed."""
+        return self._reporting(lambda: self.joined().poll(step=0))
+
+    def hears_of(self, version: int) -> bool:
+        """Whether the version, or a later one, waits to be served here; it may be on its way."""
+        try:
+            return self.joined().wait(NOTICE_S).version >= version
+        except WeftError as error:
+            self._error = str(error)
+            return False
+
+    def serve(self, version: int, timeout_s: float, *, is_asked: bool = False) -> dict[str, Any]:
+        """Between two steps, on all ranks: serve a version that is decided. Returns `status`.
+
+        `is_asked`: by the user, who may ask before the version is there.
+        """
+        return self._reporting(lambda: self._serve(version, timeout_s, is_asked=is_asked))
+
+    def _serve(self, version: int, timeout_s: float, *, is_asked: bool) -> None:
+        receiver, deadline = self.joined(), time.monotonic() + timeout_s
+        while not _serves(receiver, version):
+            if not is_asked and receiver.pending is None:
+                break  # called off
+            update = receiver.wait(max(deadline - time.monotonic(), 0.0))
+            if not update.commit(max(deadline - time.monotonic(), 0.0)):
+                break  # called off before anything was written
+            self._must_process, self._num_commits = True, self._num_commits + 1
+        self._make_layout(receiver)
+        if _serves(receiver, version):
+            self._error = ""
+        elif is_asked:
+            raise VersionError(f"version {version} was called off", hint="publish it again")
+
+    def _make_layout(self, receiver: Receiver) -> None:
+        if self._must_process:
+            began = time.monotonic()
+            self._process()
+            self._must_process = False
+            self._pause_s = receiver.last_pause_s + time.monotonic() - began
+
+    def _reporting(self, work: Callable[[], object]) -> dict[str, Any]:
+        try:
+            work()
+        except WeftError as problem:
+            self._error = str(problem)
+        except Exception as problem:  # of the engine's own processing: its weights are half made
+            log.exception("weft: processing failed")
+            self._error = f"{type(problem).__name__}: {problem}"
+        return self.status()
+
+    def status(self) -> dict[str, Any]:
+        """What this rank serves, and what went wrong since it was committed."""
+        receiver = self._receiver
+        poisoned = self._must_process or (receiver is not None and receiver.is_poisoned)
+        return {
+            "rank": self.rank,
+            "version": None if receiver is None or poisoned else receiver.version,
+            "is_poisoned": poisoned,
+            "error": self._error,
+            "num_commits": self._num_commits,
+            "pause_s": self._pause_s,
+        }
+
+
+def _serves(receiver: Receiver, version: int) -> bool:
+    return not receiver.is_poisoned and receiver.version is not None and receiver.version >= version
