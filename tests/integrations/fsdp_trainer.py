@@ -121,8 +121,15 @@ class Trainer:
         assert not refusals, refusals
 
     def try_to_publish(self, version: int, seed: int) -> list[Refusal]:
+        self.ask_to_publish(version, seed)
+        return self.refusals()
+
+    def ask_to_publish(self, version: int, seed: int) -> None:
         for rank in self.ranks:
             rank.ask((version, seed, False))
+
+    def refusals(self) -> list[Refusal]:
+        """Of the version that was asked for."""
         answers = [rank.answer(2 * WAIT_S) for rank in self.ranks]
         return [answer for answer in answers if isinstance(answer, Refusal)]
 

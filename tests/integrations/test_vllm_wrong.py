@@ -12,8 +12,9 @@ from safetensors.numpy import load_file
 
 import weft
 from tests.integrations.tiny_models import save_checkpoint
-from tests.integrations.vllm_process import Join, Load, run_engines
+from tests.integrations.vllm_process import Load, Look, run_engines
 from tests.support.processes import Process
+from tests.support.waiting import wait_until
 
 pytestmark = [
     pytest.mark.engines,
@@ -32,12 +33,24 @@ def checkpoint(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def engine(checkpoint) -> Iterator[Process]:
+def controller() -> Iterator[weft.Controller]:
+    settings = weft.TransferSettings(silence_s=20.0)
+    with weft.Controller(num_trainers=1, num_engine_ranks=1, settings=settings) as controller:
+        yield controller
+
+
+@pytest.fixture(scope="module")
+def engine(checkpoint, controller) -> Iterator[Process]:
     with ExitStack() as stack:
         engine = Process.started(stack, run_engines, daemon=False)
-        engine.ask(Load(checkpoint=checkpoint, controller="tcp://127.0.0.1:1"))  # nobody is there yet
+        engine.ask(Load(checkpoint=checkpoint, controller=controller.address))
         assert engine.answer(LOAD_S) == "loaded"
         yield engine
+
+
+def look(engine: Process) -> Look:
+    engine.ask("look")
+    return engine.answer(WAIT_S)
 
 
 def renamed(tensors):
@@ -67,26 +80,22 @@ def of_another_depth(tensors):
 
 
 @pytest.mark.parametrize("spoil", [renamed, without_an_expert, of_another_width, of_another_depth])
-def test_the_wrong_tensors_are_named_and_the_engine_goes_on(engine, checkpoint, spoil):
-    engine.ask("look")
-    before = engine.answer(WAIT_S)
+def test_the_wrong_tensors_are_named_and_the_engine_goes_on(engine, controller, checkpoint, spoil):
+    before = look(engine)
     tensors = dict(load_file(next(checkpoint.glob("*.safetensors"))))
     expected = spoil(tensors)
-    settings = weft.TransferSettings(silence_s=20.0)
-    with weft.Controller(num_trainers=1, num_engine_ranks=1, settings=settings) as controller:
-        engine.ask(Join(controller.address))
-        assert engine.answer(WAIT_S) == "joined"
-        weights = weft.Weights.from_arrays(tensors)
-        with (
-            pytest.raises(weft.WeftError) as caught,
-            weft.Sender(controller.address, rank=0, weights=weights, timeout_s=WAIT_S) as sender,
-        ):
-            sender.publish(version=1).wait_committed(WAIT_S)
-        assert controller.statistics().num_committed == 0
+    weights = weft.Weights.from_arrays(tensors)
+    with (
+        pytest.raises(weft.WeftError) as caught,
+        weft.Sender(controller.address, rank=0, weights=weights, timeout_s=WAIT_S) as sender,
+    ):
+        sender.publish(version=1).wait_committed(WAIT_S)
+    assert controller.statistics().num_committed == 0
+    wait_until(lambda: expected[0] in look(engine).status[0]["error"], WAIT_S, "the engine hears of it")
+    after = look(engine)
     for problem in expected:  # of many the first are named, and the others counted
         assert problem in str(caught.value)
-    engine.ask("look")
-    after = engine.answer(WAIT_S)
+        assert problem in after.status[0]["error"]
     assert after.tokens == before.tokens
     assert after.checksums == before.checksums
 
@@ -99,18 +108,13 @@ def test_a_wrong_precision_is_refused_by_name(checkpoint, dtype):
         weft.Weights.from_arrays(tensors)
 
 
-def test_a_right_trainer_afterwards_is_served(engine, checkpoint):
+def test_a_right_trainer_afterwards_is_served(engine, controller, checkpoint):
     tensors = {name: value * 0.5 for name, value in load_file(next(checkpoint.glob("*.safetensors"))).items()}
-    engine.ask("look")
-    before = engine.answer(WAIT_S)
-    settings = weft.TransferSettings(silence_s=20.0)
-    with weft.Controller(num_trainers=1, num_engine_ranks=1, settings=settings) as controller:
-        engine.ask(Join(controller.address))
-        assert engine.answer(WAIT_S) == "joined"
-        weights = weft.Weights.from_arrays(tensors)
-        with weft.Sender(controller.address, rank=0, weights=weights, timeout_s=WAIT_S) as sender:
-            sender.publish(version=1).wait_committed(WAIT_S)
-        engine.ask("look")
-        after = engine.answer(WAIT_S)
+    before = look(engine)
+    weights = weft.Weights.from_arrays(tensors)
+    with weft.Sender(controller.address, rank=0, weights=weights, timeout_s=WAIT_S) as sender:
+        sender.publish(version=1).wait_committed(WAIT_S)
+    after = look(engine)
     assert after.checksums != before.checksums
     assert set(after.versions) == {"1"}
+    assert not after.status[0]["error"]

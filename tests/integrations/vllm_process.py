@@ -57,13 +57,6 @@ class Continue:
     counts: list[int]
 
 
-@dataclass(frozen=True, slots=True)
-class Join:
-    """Get versions from another controller from now on."""
-
-    controller: str
-
-
 def run_engines(pipe: Any) -> None:
     """Load, look, unload, as asked."""
     os.environ.update(ENVIRONMENT)
@@ -84,10 +77,6 @@ def run_engines(pipe: Any) -> None:
             case Continue() as request:
                 assert engine is not None
                 pipe.send(engine.tokens_after(request))
-            case Join(controller=controller):
-                assert engine is not None
-                engine.join(controller)
-                pipe.send("joined")
             case "unload":
                 assert engine is not None
                 engine.close()
@@ -143,9 +132,6 @@ class _Engine:
     def close(self) -> None:
         """End workers and process groups; the next model may need others."""
         self._llm.llm_engine.engine_core.shutdown()
-
-    def join(self, controller: str) -> None:
-        self._llm.init_weight_transfer_engine({"init_info": {"controller": controller}})
 
     def tokens_after(self, request: Continue) -> list[list[int]]:
         import vllm  # noqa: PLC0415

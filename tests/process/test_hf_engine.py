@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -20,6 +19,7 @@ from tests.integrations.engine_server import Answer, Server, running
 from tests.integrations.fsdp_trainer import Trainer, free_port
 from tests.integrations.streams import Stream, check_spans, spans_by
 from tests.integrations.tiny_models import make_model, save_checkpoint
+from tests.support.waiting import wait_until
 from weft.integrations.hf_engine import HfEngine
 
 PROMPTS = ([1, 2, 3, 4], [5, 6, 7], [9] * 20)
@@ -54,12 +54,9 @@ def test_a_model_in_this_process(trainer):
     ):
         assert engine.generate(PROMPTS[2], max_new_tokens=8, do_sample=False).spans[0].version is None
         for version in (1, 2, 3):
-            for rank in trainer.ranks:
-                rank.ask((version, seed_of(str(version))))
-            deadline = time.monotonic() + 60.0
-            while engine.attend() != version:
-                assert time.monotonic() < deadline
-            assert [rank.answer(60.0) for rank in trainer.ranks] == ["committed", "committed"]
+            trainer.ask_to_publish(version, seed_of(str(version)))
+            wait_until(lambda: engine.attend() == version, 60.0, f"version {version} is served")  # noqa: B023
+            assert not trainer.refusals()
             answer = engine.generate(PROMPTS[2], max_new_tokens=8, do_sample=False)
             assert answer.tokens == tokens_of(seed_of(str(version)), PROMPTS[2], 8)
             assert [(span.version, span.start, span.end) for span in answer.spans] == [(version, 0, 8)]
@@ -71,13 +68,18 @@ def test_an_engine_goes_on_after_a_trainer_that_does_not_fit(trainer):
     settings = weft.TransferSettings(silence_s=20.0)
     with (
         weft.Controller(num_trainers=2, num_engine_ranks=1, settings=settings) as controller,
-        trainer.training("qwen3", controller.address),
         HfEngine(make_model(KIND, 1), controller.address) as engine,
     ):
-        assert all("do not agree" in refusal.message for refusal in trainer.try_to_publish(1, 2))
+        with trainer.training("qwen3", controller.address):
+            assert all("do not agree" in refusal.message for refusal in trainer.try_to_publish(1, 2))
         answer = engine.generate(PROMPTS[2], max_new_tokens=8, do_sample=False)
         assert answer.tokens == tokens_of(1, PROMPTS[2], 8)
         assert "do not agree" in str(engine.error)
+        with trainer.training(KIND, controller.address):
+            trainer.ask_to_publish(2, 2)
+            wait_until(lambda: engine.attend() == 2, 60.0, "version 2 is served")
+            assert not trainer.refusals()
+        assert engine.error is None
 
 
 class HfServer(Server):

@@ -166,6 +166,26 @@ def test_members_that_do_not_fit_are_told_every_problem():
     made.close()
 
 
+def test_an_engine_waits_for_trainers_that_fit():
+    made = Pair({"v": np.ones(5, np.float32)}, {"w": np.zeros(5, np.float32)}, beat_s=0.1)
+    with pytest.raises(ProtocolError, match="missing: w"):
+        made.sender.publish(version=1).wait_committed(SOON_S)
+    made.sender.close()
+    with pytest.raises(ProtocolError, match="missing: w"):
+        made.receiver.wait(SOON_S)
+    assert made.receiver.poll() is None  # said once
+    made.sender = Sender(
+        made.controller.address,
+        rank=0,
+        weights=Weights.from_arrays({"w": np.full(5, 7.0, np.float32)}),
+        transport=LocalTransport("trainer 0", made.network),
+        timeout_s=SOON_S,
+    )
+    commit(made, 1)
+    assert np.array_equal(made.engine["w"], np.full(5, 7.0, np.float32))
+    made.close()
+
+
 def test_strided_live_weights_are_filled_in_place():
     wide = np.zeros((6, 10), dtype=np.float32)
     made = Pair({"w": np.arange(24, dtype=np.float32).reshape(6, 4)}, {"w": wide[:, 3:7]})
