@@ -54,12 +54,14 @@ def check_spans(answers: Sequence[Answer], num_tokens: int) -> None:
 
 
 def spans_by(answers: Sequence[Answer], seed_of: Callable[[str], int]) -> dict[int, list[tuple[list[int], list[int]]]]:
-    """What was said with the weights of each seed: what stood before, and the tokens."""
+    """What was said with the weights of each seed: what stood before, and the tokens; everything once."""
     found: dict[int, list[tuple[list[int], list[int]]]] = {}
     for answer in answers:
         for version, start, end in answer.spans:
-            before, said = answer.prompt + answer.tokens[:start], answer.tokens[start:end]
-            found.setdefault(seed_of(version), []).append((before, said))
+            said = answer.prompt + answer.tokens[:start], answer.tokens[start:end]
+            spans = found.setdefault(seed_of(version), [])
+            if said not in spans:
+                spans.append(said)
     return found
 
 

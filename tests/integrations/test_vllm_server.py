@@ -203,13 +203,16 @@ def test_torn_weights_are_not_served(server, fresh, folder):
 
 
 def test_nobody_finds_keys_and_values_of_older_weights(fresh, folder):
-    """Running requests keep theirs (the default); those that wait or come later begin with the weights there are."""
+    """Running requests keep theirs (the default); those that wait or come later begin with the weights there are.
+
+    In two engine cores that share the requests (data parallel).
+    """
     settings = weft.TransferSettings(silence_s=10.0, version_s=WAIT_S)
     checkpoint = save_checkpoint(KIND, 1, folder)
     with ExitStack() as stack:
-        controller = stack.enter_context(weft.Controller(num_trainers=2, num_engine_ranks=1, settings=settings))
-        few = ("--max-num-seqs", "2")  # so that requests wait, too
-        server = stack.enter_context(serving(checkpoint, folder / "keep.log", *few, controller=controller.address))
+        controller = stack.enter_context(weft.Controller(num_trainers=2, num_engine_ranks=2, settings=settings))
+        cores = ("--data-parallel-size", "2", "--max-num-seqs", "1")  # so that requests wait, too
+        server = stack.enter_context(serving(checkpoint, folder / "keep.log", *cores, controller=controller.address))
         trainer = Trainer(stack)
         streams = [Stream(server.generate, [PROMPTS[3]], 8) for _ in range(NUM_STREAMS + 1)]
         with trainer.training(KIND, controller.address):
