@@ -107,8 +107,13 @@ def test_every_tensor_arrives_and_failures_are_got_over(cluster):
 
 
 def test_shards_are_sent_without_being_gathered(cluster):
-    """With weft's manager actors hand over what they hold."""
+    """With weft's manager actors hand over what they hold; it must stay where it is."""
     scene = Scene(2, 1, direct=True)
     for step in (1, 2):
         scene.update(step)
         scene.check(step)
+    scene.actors.move()
+    with pytest.raises(Exception, match="have moved since the last update"):
+        scene.update(3)
+    scene.update(4)  # begins anew
+    scene.check(4)

@@ -82,6 +82,13 @@ class Engine:
                     value = distribute_tensor(value, parameter.device_mesh, parameter.placements)
                 parameter.copy_(value)
 
+    def move(self) -> None:
+        """As offloading and loading again does."""
+        with torch.no_grad():
+            for parameter in self.module.parameters():
+                held = parameter._local_tensor if isinstance(parameter, DTensor) else parameter
+                held.data = held.data.clone()
+
     def get_per_tensor_param(self, **_: Any) -> Any:
         def named():
             for name, parameter in self.module.named_parameters():
@@ -122,6 +129,10 @@ class Actor(ActorRolloutRefWorker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def break_next(self) -> None:
         self.actor.engine.breaks = True
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def move(self) -> None:
+        self.actor.engine.move()
 
 
 class Adapter(BaseRollout):

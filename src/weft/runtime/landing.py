@@ -18,6 +18,9 @@ from weft.transport.base import Column
 
 ALIGN = 256
 
+Rows = tuple[Column, Column, Column]
+"""Destination, source and length of what is copied."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Landing:
@@ -27,8 +30,8 @@ class Landing:
     """One for each shard; every shard is contiguous there."""
     ranges: tuple[tuple[int, int], ...]
     """Memory writers may reach: address and bytes."""
-    copy: tuple[Column, Column, Column] | None
-    """Rows (destination, source, length) that make a staged version visible; None: it is where it belongs."""
+    copy: Rows | None
+    """What makes a staged version visible; None: it is where it belongs."""
     keep: Any
 
 
@@ -76,7 +79,7 @@ def _row_major(extent: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(int(stride) for stride in row_major_strides(np.array([extent]))[0])
 
 
-def _copy_rows(staged: Sequence[Held], live: Sequence[Held]) -> tuple[Column, Column, Column]:
+def _copy_rows(staged: Sequence[Held], live: Sequence[Held]) -> Rows:
     """Rows that copy staging into the live weights, whatever their strides."""
     columns: list[list[np.ndarray]] = [[], [], []]
     for source, target in zip(staged, live, strict=True):

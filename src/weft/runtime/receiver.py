@@ -26,17 +26,12 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
-from concurrent.futures import wait as wait_for_futures
 from typing import Any, Self
 
-from weft.codec.patching import patcher_for
 from weft.config import CompressionPolicy, DeltaPolicy, DigestPolicy, ReceiverMode
 from weft.devices import CPU, device_work
 from weft.errors import IntegrityError, ProtocolError, TransferTimeout, WeftError
 from weft.runtime.arrivals import STEP_BYTES, Arrivals, Stream, spare_core
-from weft.runtime.incoming import Incoming, Patches
-from weft.runtime.landing import Landing, in_live, in_staging, patch_bytes
 from weft.runtime.member import ControlThread
 from weft.runtime.messages import (
     PROTOCOL,
@@ -49,17 +44,18 @@ from weft.runtime.messages import (
     Failed,
     Join,
     Open,
-    Opened,
     Part,
     Paused,
     Ready,
     ReceivePlan,
     Verify,
 )
+from weft.runtime.patch_intake import PatchIntake, Target
+from weft.runtime.reachable import ReachableMemory
 from weft.runtime.sender import held_shard
 from weft.runtime.transports import OpenTransports
 from weft.runtime.weights import Weights
-from weft.transport.base import Memory, Transport
+from weft.transport.base import Transport
 
 FOLLOW_S = 0.001
 """How long to wait between looks at what has landed."""
@@ -105,25 +101,18 @@ class Receiver:
         """
         self.member = f"engine {rank}"
         self._on_wanted = on_wanted or (lambda _: None)
-        self._rank, self._weights = rank, weights
+        self._rank = rank
         self._transports = OpenTransports(
             self.member, rank=rank, device=weights.device, controller=address, given=transport
         )
+        self._memory = ReachableMemory(weights, self._transports)
+        self._device = weights.device
         self._work = device_work(weights.device)
-        self._patcher = patcher_for(weights.device)
-        self._landing: Landing | None = None
+        self._intake = PatchIntake(self.member, weights.device)
         self._streams: list[Stream] = []
         self._arrivals: Arrivals | None = None
         self._sent: tuple[list[Part], float] | None = None
         self._expected: int | None = None
-        self._incoming: list[Incoming] = []
-        self._patch_memory: Memory | None = None
-        self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"weft-{self.member}-patch")
-        self._taking: Future[None] | None = None
-        self._patches: Patches | None = None
-        """What `commit` will apply (mode `patch`)."""
-        self._staged: int | None = None
-        """The version in staging memory (mode `shadow` with patches)."""
         self._changed = threading.Condition()
         self._ready: int | None = None
         self._pending: int | None = None
@@ -139,8 +128,6 @@ class Receiver:
         """How long the engine had to stand still for the version it serves."""
         self._engine_task: Callable[[], None] | None = None
         """Work on the engine's own tensors; done by the engine's thread, in `poll` or `wait`."""
-        self._quarantine: list[Any] = []
-        """Memory a lost writer could still reach (staging, arrival cells); kept, never used again."""
         self._version: int | None = None
         self._poison: str | None = None
         self._error: WeftError | None = None
@@ -278,13 +265,13 @@ class Receiver:
                 return False  # called off between poll and commit
             if self._pending != version:
                 raise ProtocolError(f"version {version} is not waiting to be committed on {self.member}")
-            assert self._landing is not None
             self._pause_began = time.monotonic()
             self._work.synchronize()  # what the engine queued still reads the old weights
             if in_place:
                 return self._receive_in_place(version, timeout_s)
-            if self._landing.copy is not None:
-                self._work.copy(*self._landing.copy)
+            copy = self._memory.landing.copy
+            if copy is not None:
+                self._work.copy(*copy)
             else:
                 self._apply_patches(version)
             self._serve(version)
@@ -292,15 +279,13 @@ class Receiver:
 
     def _apply_patches(self, version: int) -> None:
         """Mode `patch`, with the lock held. What stops half-way leaves torn weights."""
-        patches, self._patches = self._patches, None
-        if patches is None or patches.version != version:
-            raise IntegrityError(f"{self.member} has no patch to version {version}")
+        patches = self._intake.checked(version)
         self._poison = f"the patch to version {version} was not applied to its end"
         patches.apply()
 
     def _serve(self, version: int) -> None:
         """With the lock held: the version is visible now."""
-        self._version, self._poison, self._patches = version, None, None
+        self._version, self._poison = version, None
         self.last_pause_s = time.monotonic() - self._pause_began
         if self._boundary is not None:  # a rank that waited goes on where the others are
             self._step = max(self._step, self._boundary)
@@ -351,12 +336,13 @@ class Receiver:
         """How to join, with what is known of versions."""
         with self._changed:
             staged = self._control.settings.mode is not ReceiverMode.IN_PLACE
+            weights = self._memory.weights
             return Join(
                 protocol=PROTOCOL,
                 side="engine",
                 rank=self._rank,
-                held=[held_shard(held) for held in self._weights.held],
-                place=self._transports.place(shareable=self._weights.rehome is not None),
+                held=[held_shard(held) for held in weights.held],
+                place=self._transports.place(shareable=weights.rehome is not None),
                 last=self._version,
                 pending=self._pending if staged else None,
                 ready=self._ready if staged else None,
@@ -376,7 +362,7 @@ class Receiver:
                 self._open(message)
             case ReceivePlan(sources=sources):
                 if self._has_patches:
-                    self._incoming = [Incoming.of(source) for source in sources]
+                    self._intake.plan(sources)
                 else:
                     self._streams = [Stream.of(source) for source in sources]
             case Expect(version=version):
@@ -398,66 +384,41 @@ class Receiver:
         """Open transports and make the memory that will be written ready."""
         settings = self._control.settings
         if message.fresh:
-            self._cut_off()
+            self._memory.cut_off()
+            self._intake.forget_staged()
+            self._ready = None
         self._transports.open(message.transports, settings)
-        if self._has_patches and self._patch_memory is None:
-            self._patch_memory = self._transports.allocate(
-                patch_bytes(self._weights, self._control.num_trainers, settings.chunk_bytes_on(self._weights.device))
-            )
+        if self._has_patches:
+            self._memory.make_room_for_patches(self._control.num_trainers, settings.chunk_bytes_on(self._device))
         if settings.mode is ReceiverMode.SHADOW:
-            if self._landing is None:
-                self._landing = in_staging(self._weights, self._transports.allocate)
-            self._report_open(message.round)
-            return
-        if self._has_patches:  # nobody else writes into the live weights
-            self._landing = in_live(self._weights)
-            self._report_open(message.round)
-            return
-        rehome = self._landing is None and "shm" in message.transports
-        with self._changed:
-            self._engine_task = lambda: self._open_live(message.round, rehome=rehome)
-            self._changed.notify_all()
-        self._on_wanted(None)
+            self._memory.stage()
+            self._control.post(self._memory.offer(message.round))
+        elif self._has_patches:  # nobody else writes into the live weights
+            self._memory.land_in_live()
+            self._control.post(self._memory.offer(message.round))
+        else:
+            rehome = not self._memory.is_open and "shm" in message.transports
+            with self._changed:
+                self._engine_task = lambda: self._open_live(message.round, rehome=rehome)
+                self._changed.notify_all()
+            self._on_wanted(None)
 
     def _open_live(self, number: int, *, rehome: bool) -> None:
         """On the engine's thread: nothing runs that could look at its tensors while they move."""
-        if rehome and self._weights.rehome is not None:
-            self._weights = self._weights.rehome(self._transports.allocate)
-        self._landing = in_live(self._weights)
-        self._report_open(number)
-
-    def _report_open(self, number: int) -> None:
-        assert self._landing is not None
-        addresses, patches = list(self._landing.addresses), self._patch_memory
-        if patches is None:
-            offers = self._transports.offers(self._landing.ranges)
-            self._control.post(Opened(round=number, offers=offers, addresses=addresses))
-            return
-        where = patches.address, patches.num_bytes
-        offers = self._transports.offers([where])
-        opened = Opened(round=number, offers=offers, addresses=addresses, patch_address=where[0], patch_bytes=where[1])
-        self._control.post(opened)
-
-    def _cut_off(self) -> None:
-        """A writer was lost while it wrote: it must not reach memory that is used from now on."""
-        closed = self._transports.close_all()
-        self._quarantine.append((self._landing, self._patch_memory, closed))
-        self._landing, self._patch_memory, self._staged, self._ready = None, None, None, None
+        self._memory.land_in_live(rehome=rehome)
+        self._control.post(self._memory.offer(number))
 
     def _expect(self, version: int) -> None:
         """A version is coming: follow it, and in place ask the engine to pause."""
         self._expected = version
-        if self._taking is not None:  # of a version that was given up meanwhile
-            if wait_for_futures([self._taking], self._control.settings.silence_s).not_done:
-                raise TransferTimeout(f"{self.member} is still busy with the patches of a version that was given up")
-            self._taking = None
+        self._intake.end_old(self._control.settings.silence_s)
         self._arrivals = None if self._has_patches else self._follow(version, self._streams)
         self._sent, self._ready = None, None
         if self._control.settings.mode is ReceiverMode.IN_PLACE:
             self._hand_out(version)
 
     def _follow(self, version: int, streams: list[Stream]) -> Arrivals:
-        step_bytes = STEP_BYTES if self._weights.device == CPU else 1 << 62
+        step_bytes = STEP_BYTES if self._device == CPU else 1 << 62
         digest = self._control.settings.digest
         return Arrivals(version, streams, self._transports, self._work, digest, step_bytes=step_bytes)
 
@@ -471,41 +432,16 @@ class Receiver:
         return None if self._poison is not None else self._version
 
     def _follow_patches(self, version: int, parts: list[Part]) -> None:
-        """How long a version's patches are is known when they were sent."""
-        sent = {part.trainer: part.sizes for part in parts}
         try:
-            self._arrivals = self._follow(version, [link.stream(sent.get(link.trainer, [])) for link in self._incoming])
+            self._arrivals = self._follow(version, self._intake.streams(parts))
         except WeftError as error:
             self._control.post(Failed(version=version, reason=str(error)))
 
-    def _took_patches(self, version: int, parts: list[Part]) -> bool:
-        """Whether patches were dealt with, by another thread: it may take longer than a beat. Raises its error."""
-        if self._taking is None:
-            self._taking = self._worker.submit(self._take_patches, version, parts)
-        if not self._taking.done():
-            return False
-        taken, self._taking = self._taking, None
-        taken.result()
-        return True
-
-    def _take_patches(self, version: int, parts: list[Part]) -> None:
-        """Patches are here: look whether they fit, and apply them where the engine does not look."""
-        compressed = self._control.settings.compression is CompressionPolicy.ZSTD
-        patches = Patches(version, self._incoming, parts, self._patcher, compressed=compressed)
-        patches.check(base=self._holds)
-        match self._control.settings.mode:
-            case ReceiverMode.PATCH:
-                self._patches = patches
-            case ReceiverMode.SHADOW:
-                assert self._landing is not None
-                assert self._landing.copy is not None
-                live, staged, length = self._landing.copy
-                if self._staged != self._version or self._version is None:  # an aborted version, or a new memory
-                    self._work.copy(staged, live, length)
-                self._staged = version
-                patches.apply()
-            case ReceiverMode.IN_PLACE:
-                patches.apply()
+    @property
+    def _target(self) -> Target:
+        settings = self._control.settings
+        compressed = settings.compression is CompressionPolicy.ZSTD
+        return Target(mode=settings.mode, base=self._holds, copy=self._memory.landing.copy, compressed=compressed)
 
     def _hand_out(self, version: int) -> None:
         """Let `poll` return a version, at a step all ranks of the engine agree on."""
@@ -535,8 +471,8 @@ class Receiver:
         if self._control.settings.mode is not ReceiverMode.IN_PLACE:
             if decision.commit:
                 self._hand_out(decision.version)
-            elif self._patches is not None and self._patches.version == decision.version:
-                self._patches = None
+            else:
+                self._intake.drop(decision.version)
             return
         with self._changed:
             if self._pending == decision.version:
@@ -571,7 +507,7 @@ class Receiver:
                 return 0.0
             if arrivals.is_whole:
                 arrivals.check(parts)
-                if self._has_patches and not self._took_patches(arrivals.version, parts):
+                if self._has_patches and not self._intake.took(arrivals.version, parts, self._target):
                     return FOLLOW_S
                 self._ready = arrivals.version
                 self._control.post(Ready(version=arrivals.version))
@@ -589,7 +525,7 @@ class Receiver:
         """Digest what has landed while the rest is on its way, if nobody needs the processor more."""
         if self._control.settings.digest is DigestPolicy.OFF:
             return None  # nothing to digest: look when everything has been sent
-        if self._weights.device == CPU and not spare_core():
+        if self._device == CPU and not spare_core():
             return BUSY_S
         if arrivals.follow():
             return 0.0
@@ -621,9 +557,8 @@ class Receiver:
     def close(self) -> None:
         """Leave."""
         self._control.close()
-        self._worker.shutdown(wait=True)
-        self._transports.close_all()
-        self._landing, self._patch_memory, self._patches, self._quarantine = None, None, None, []
+        self._intake.close()
+        self._memory.close()
 
     def __enter__(self) -> Self:
         return self
