@@ -14,7 +14,7 @@ import pytest
 import weft
 from tests.integrations.engine_server import Answer
 from tests.integrations.fsdp_trainer import Trainer
-from tests.integrations.sglang_server import serving
+from tests.integrations.sglang_server import SglangServer, serving
 from tests.integrations.streams import Stream, check_spans, spans_by, wait_for_answers
 from tests.integrations.tiny_models import PROMPTS, save_checkpoint
 from tests.support.waiting import wait_until
@@ -35,85 +35,94 @@ def seed_of(version: str) -> int:
 
 
 def settings(mode: str) -> weft.TransferSettings:
-    return weft.TransferSettings(mode=mode, silence_s=20.0, version_s=60.0)
+    return weft.TransferSettings(mode=mode, silence_s=10.0, version_s=60.0)
 
 
-def test_versions_arrive_while_requests_stream(tmp_path):
+def test_versions_arrive_while_requests_stream(trainer, tmp_path):
     """Tied embeddings; running requests are computed again with new weights, so that every span can be checked."""
     checkpoints = {seed: save_checkpoint("tied", seed, tmp_path) for seed in (1, 2)}
-    with ExitStack() as stack:
-        controller = stack.enter_context(
-            weft.Controller(num_trainers=2, num_engine_ranks=1, settings=settings("shadow"))
-        )
-        server = stack.enter_context(
-            serving(checkpoints[1], tmp_path / "live.log", controller=controller.address, cache="recompute")
-        )
-        trainer = Trainer(stack)
+    with (
+        weft.Controller(num_trainers=2, num_engine_ranks=1, settings=settings("shadow")) as controller,
+        serving(checkpoints[1], tmp_path / "live.log", controller=controller.address, cache="recompute") as server,
+        trainer.training("tied", controller.address),
+    ):
         streams = [Stream(server.generate, PROMPTS[i:] + PROMPTS[:i], NUM_TOKENS) for i in range(NUM_STREAMS)]
-        with trainer.training("tied", controller.address):
-            for stream in streams:
-                stream.start()
-            for version in range(1, NUM_VERSIONS + 1):
-                trainer.publish(version, seed_of(str(version)))
-            answers = [answer for stream in streams for answer in stream.stop()]
+        for stream in streams:
+            stream.start()
+        for version in range(1, NUM_VERSIONS + 1):
+            trainer.publish(version, seed_of(str(version)))
+        answers = [answer for stream in streams for answer in stream.stop()]
         assert server.version == str(NUM_VERSIONS)
+        paused = said_across_a_pause(server, trainer)
     check_spans(answers, NUM_TOKENS)
     changing = [answer for answer in answers if len(answer.spans) > 1]
     assert changing, "no answer saw the weights change"
     steady = [answer for answer in answers if len(answer.spans) == 1]
-    for seed, spans in spans_by(changing[:12] + steady[-5:], seed_of).items():
+    for seed, spans in spans_by([paused, *changing[:12], *steady[-5:]], seed_of).items():
         with serving(checkpoints[seed], tmp_path / f"fresh-{seed}.log") as fresh:
             assert [fresh.generate(before, len(said)).tokens for before, said in spans] == [said for _, said in spans]
 
 
-def test_experts_on_two_ranks(tmp_path):
+def said_across_a_pause(server: SglangServer, trainer: Trainer) -> Answer:
+    """SGLang's own pause keeps what runs; a version is committed meanwhile, and the answer goes on with it."""
+    with ThreadPoolExecutor(1) as asking:
+        answering = asking.submit(server.generate, [3, 1, 4], 300)
+        server.post("pause_generation", {"mode": "in_place"})
+        trainer.publish(NUM_VERSIONS + 1, seed_of(str(NUM_VERSIONS + 1)))
+        assert server.version == str(NUM_VERSIONS + 1)
+        assert not answering.done()
+        server.post("continue_generation")
+        answer = answering.result(WAIT_S)
+    assert answer.spans[-1][0] == str(NUM_VERSIONS + 1)
+    check_spans([answer], 300)
+    return answer
+
+
+def test_experts_on_two_ranks(trainer, tmp_path):
     """Experts in parameters of three dimensions, cut over two ranks, written in place while requests run.
 
     Nobody finds keys and values of older weights; running requests keep theirs. Weights that are torn are not served.
     """
     checkpoints = {seed: save_checkpoint("moe", seed, tmp_path) for seed in (1, 2)}
-
-    def said_by(server) -> list[list[int]]:
-        return [server.generate(list(prompt), 16).tokens for prompt in PROMPTS]
-
+    log = tmp_path / "live.log"
     with serving(checkpoints[2], tmp_path / "fresh.log", num_ranks=2) as fresh:
         expected = {2: said_by(fresh)}
-    with ExitStack() as stack:
-        controller = stack.enter_context(
-            weft.Controller(num_trainers=2, num_engine_ranks=2, ranks_per_engine=2, settings=settings("in_place"))
-        )
-        server = stack.enter_context(
-            serving(checkpoints[1], tmp_path / "live.log", num_ranks=2, controller=controller.address)
-        )
+    with (
+        weft.Controller(
+            num_trainers=2, num_engine_ranks=2, ranks_per_engine=2, settings=settings("in_place")
+        ) as controller,
+        serving(checkpoints[1], log, num_ranks=2, controller=controller.address) as server,
+    ):
         expected[1] = said_by(server)
         assert all(a != b for a, b in zip(expected[1], expected[2], strict=True))
         streams = [Stream(server.generate, PROMPTS[i:] + PROMPTS[:i], 16) for i in range(NUM_STREAMS)]
-        with ExitStack() as lost:
-            trainer = Trainer(lost)
-            with trainer.training("moe", controller.address):
+        with ExitStack() as stack:
+            mortal = Trainer(stack)
+            with mortal.training("moe", controller.address):
                 for stream in streams:
                     stream.start()
                 for version in range(1, 7):
-                    trainer.publish(version, seed_of(str(version)))
+                    mortal.publish(version, seed_of(str(version)))
                     wait_for_answers(streams, 2, WAIT_S)
                 answers = [answer for stream in streams for answer in stream.stop()]
                 assert said_by(server) == expected[1]
                 assert server.version == "6"
-                trainer.die_writing(7, 2)
+                mortal.die_writing(7, 2)
         check_steady(answers, expected)
-        log = tmp_path / "live.log"
         wait_until(lambda: log.read_text().count("weights are torn") == 2, WAIT_S, "both ranks know that they are torn")
-        with ThreadPoolExecutor(1) as asking:
+        with ThreadPoolExecutor(1) as asking, trainer.training("moe", controller.address):
             answering = asking.submit(server.generate, list(PROMPTS[0]), 16)
             server.post("continue_generation")
             with pytest.raises(TimeoutError):
                 answering.result(3.0)
-            trainer = Trainer(stack)
-            with trainer.training("moe", controller.address):
-                trainer.publish(9, 2)
-                answer = answering.result(WAIT_S)
-                assert (answer.tokens, answer.spans) == (expected[2][0], [("9", 0, 16)])
-                assert said_by(server) == expected[2]
+            trainer.publish(9, 2)
+            answer = answering.result(WAIT_S)
+            assert (answer.tokens, answer.spans) == (expected[2][0], [("9", 0, 16)])
+            assert said_by(server) == expected[2]
+
+
+def said_by(server: SglangServer) -> list[list[int]]:
+    return [server.generate(list(prompt), 16).tokens for prompt in PROMPTS]
 
 
 def check_steady(answers: list[Answer], expected: dict[int, list[list[int]]]) -> None:

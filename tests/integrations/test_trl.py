@@ -9,7 +9,7 @@ import pytest
 
 from tests.integrations.fsdp_trainer import free_port
 from tests.integrations.trl_training import save_with_tokenizer, train
-from tests.integrations.vllm_process import Load, run_engines
+from tests.integrations.vllm_process import LOAD_S, Load, loaded, look
 from tests.support.processes import Process
 
 pytestmark = [
@@ -20,29 +20,19 @@ pytestmark = [
     ),
 ]
 
-LOAD_S = 240.0
 NUM_STEPS = 3
 
 
-def test_training_steps_reach_the_engine(tmp_path):
+def test_training_steps_reach_the_engine(live, tmp_path):
     address = f"tcp://127.0.0.1:{free_port()}"
     model, trained = save_with_tokenizer(tmp_path / "model"), tmp_path / "trained"
-    with ExitStack() as stack:
-        engine = Process.started(stack, run_engines, daemon=False)
-        engine.ask(Load(checkpoint=model, controller=address))
-        assert engine.answer(LOAD_S) == "loaded"
-        engine.ask("look")
-        before = engine.answer(LOAD_S)
+    with loaded(live, Load(checkpoint=model, controller=address)), ExitStack() as stack:
+        before = look(live)
         trainer = Process.started(stack, train, model, trained, address, NUM_STEPS, daemon=False)
         assert trainer.answer(LOAD_S) == NUM_STEPS + 1  # the weights it began with, and one version for every step
-        engine.ask("look")
-        after = engine.answer(LOAD_S)
-        engine.ask("unload")
-        engine.answer(LOAD_S)
-        engine.ask(Load(checkpoint=trained))
-        assert engine.answer(LOAD_S) == "loaded"
-        engine.ask("look")
-        fresh = engine.answer(LOAD_S)
+        after = look(live)
+    with loaded(live, Load(checkpoint=trained)):
+        fresh = look(live)
     assert after.checksums == fresh.checksums
     assert after.tokens == fresh.tokens
     assert before.checksums != fresh.checksums

@@ -12,16 +12,14 @@ are here on purpose.
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 import weft
-from tests.integrations.fsdp_trainer import Trainer
 from tests.integrations.tiny_models import save_checkpoint
-from tests.integrations.vllm_process import Load, Look, run_engines
+from tests.integrations.vllm_process import Load, both_loaded, look
 from tests.support.processes import Process
 
 pytestmark = [
@@ -29,47 +27,16 @@ pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"),
 ]
 
-LOAD_S = 240.0
 WAIT_S = 60.0
 
 
-@pytest.fixture(scope="module")
-def live() -> Iterator[Process]:
-    """A process that imports vLLM once and loads what it is asked to."""
-    with ExitStack() as stack:
-        yield Process.started(stack, run_engines, daemon=False)
-
-
-@pytest.fixture(scope="module")
-def fresh() -> Iterator[Process]:
-    """Another one."""
-    with ExitStack() as stack:
-        yield Process.started(stack, run_engines, daemon=False)
-
-
-@pytest.fixture(scope="module")
-def trainer() -> Iterator[Trainer]:
-    with ExitStack() as stack:
-        yield Trainer(stack)
-
-
 @contextmanager
-def loaded(live: Process, fresh: Process, folder: Path, kind: str, controller: weft.Controller, **options):
+def engines(live: Process, fresh: Process, folder: Path, kind: str, controller: weft.Controller, **options):
     """A live engine with the checkpoint of seed 1, and a fresh one with that of seed 2."""
     first, second = (save_checkpoint(kind, seed, folder) for seed in (1, 2))
-    live.ask(Load(checkpoint=first, controller=controller.address, **options))
-    fresh.ask(Load(checkpoint=second, **options))
-    for process in (live, fresh):
-        assert process.answer(LOAD_S) == "loaded"
-    yield
-    for process in (live, fresh):
-        process.ask("unload")
-        assert process.answer(WAIT_S) == "unloaded"
-
-
-def look(process: Process) -> Look:
-    process.ask("look")
-    return process.answer(WAIT_S)
+    live_load = Load(checkpoint=first, controller=controller.address, **options)
+    with both_loaded(live, live_load, fresh, Load(checkpoint=second, **options)):
+        yield
 
 
 def settings(mode: str, delta: str) -> weft.TransferSettings:
@@ -96,7 +63,7 @@ def test_tokens_and_checksums_are_those_of_a_fresh_engine(live, fresh, trainer, 
     with (
         weft.Controller(num_trainers=2, **ranks, settings=settings(mode, delta)) as controller,
         trainer.training(kind, controller.address),
-        loaded(live, fresh, tmp_path, kind, controller, num_ranks=num_ranks),
+        engines(live, fresh, tmp_path, kind, controller, num_ranks=num_ranks),
     ):
         expected = {1: look(live), 2: look(fresh)}
         assert all(a != b for a, b in zip(expected[1].tokens, expected[2].tokens, strict=True))
@@ -115,7 +82,7 @@ def test_live_parameters_are_written_where_they_are(live, fresh, trainer, tmp_pa
     with (
         weft.Controller(num_trainers=2, num_engine_ranks=1, settings=settings("in_place", "off")) as controller,
         trainer.training(kind, controller.address),
-        loaded(live, fresh, tmp_path, kind, controller, plain_linears=True),
+        engines(live, fresh, tmp_path, kind, controller, plain_linears=True),
     ):
         expected = {1: look(live), 2: look(fresh)}
         for version, seed in enumerate((2, 1, 2), start=1):
@@ -135,7 +102,7 @@ def test_experts_on_two_ranks(live, fresh, trainer, tmp_path):
     with (
         weft.Controller(num_trainers=2, **ranks, settings=settings("shadow", "off")) as controller,
         trainer.training("moe", controller.address),
-        loaded(live, fresh, tmp_path, "moe", controller, **spread),
+        engines(live, fresh, tmp_path, "moe", controller, **spread),
     ):
         before, expected = look(live), look(fresh)
         assert before.checksums != expected.checksums

@@ -15,7 +15,7 @@ from tests.integrations.engine_server import Answer
 from tests.integrations.fsdp_trainer import Trainer
 from tests.integrations.streams import Stream, check_spans, spans_by, wait_for_answers
 from tests.integrations.tiny_models import PROMPTS, make_model, save_checkpoint
-from tests.integrations.vllm_process import Continue, Load, run_engines
+from tests.integrations.vllm_process import LOAD_S, Continue, Load, loaded
 from tests.integrations.vllm_server import VllmServer, serving
 from tests.support.processes import Process
 from tests.support.waiting import wait_until
@@ -26,7 +26,6 @@ pytestmark = [
 ]
 
 WAIT_S = 60.0
-LOAD_S = 240.0
 KIND = "qwen3"
 NUM_VERSIONS = 20
 NUM_STREAMS = 3
@@ -52,12 +51,6 @@ def server(controller, folder) -> Iterator[VllmServer]:
         yield server
 
 
-@pytest.fixture(scope="module")
-def fresh() -> Iterator[Process]:
-    with ExitStack() as stack:
-        yield Process.started(stack, run_engines, daemon=False)
-
-
 def seed_of(version: str) -> int:
     """Which weights a version has: the server's own checkpoint, then those of seeds 2 and 3 in turn."""
     return 1 if version == "default" else 2 + int(version) % 2
@@ -66,24 +59,19 @@ def seed_of(version: str) -> int:
 def check_explained(answers: list[Answer], fresh: Process, folder) -> None:
     """Every span of tokens is what a fresh engine with that version's weights says after what was there before."""
     for seed, spans in spans_by(answers, seed_of).items():
-        fresh.ask(Load(checkpoint=save_checkpoint(KIND, seed, folder)))
-        assert fresh.answer(LOAD_S) == "loaded"
-        fresh.ask(Continue([before for before, _ in spans], [len(said) for _, said in spans]))
-        assert fresh.answer(LOAD_S) == [said for _, said in spans]
-        fresh.ask("unload")
-        fresh.answer(WAIT_S)
+        with loaded(fresh, Load(checkpoint=save_checkpoint(KIND, seed, folder))):
+            fresh.ask(Continue([before for before, _ in spans], [len(said) for _, said in spans]))
+            assert fresh.answer(LOAD_S) == [said for _, said in spans]
 
 
-def test_versions_arrive_while_requests_stream(controller, server, fresh, folder):
-    with ExitStack() as stack:
-        trainer = Trainer(stack)
-        streams = [Stream(server.generate, PROMPTS[i:] + PROMPTS[:i], NUM_TOKENS) for i in range(NUM_STREAMS)]
-        with trainer.training(KIND, controller.address):
-            for stream in streams:
-                stream.start()
-            for version in range(1, NUM_VERSIONS + 1):
-                trainer.publish(version, seed_of(str(version)))
-            answers = [answer for stream in streams for answer in stream.stop()]
+def test_versions_arrive_while_requests_stream(controller, server, trainer, fresh, folder):
+    streams = [Stream(server.generate, PROMPTS[i:] + PROMPTS[:i], NUM_TOKENS) for i in range(NUM_STREAMS)]
+    with trainer.training(KIND, controller.address):
+        for stream in streams:
+            stream.start()
+        for version in range(1, NUM_VERSIONS + 1):
+            trainer.publish(version, seed_of(str(version)))
+        answers = [answer for stream in streams for answer in stream.stop()]
     assert server.version == str(NUM_VERSIONS)
     check_spans(answers, NUM_TOKENS)
     met = {version for answer in answers for version, _, _ in answer.spans}
@@ -96,43 +84,39 @@ def test_versions_arrive_while_requests_stream(controller, server, fresh, folder
     assert status["pause_s"] > 0
 
 
-def test_a_trainer_that_dies_half_way_leaves_the_version_before(controller, server, fresh, folder):
+def test_a_trainer_that_dies_half_way_leaves_the_version_before(controller, server, trainer, fresh, folder):
     before = int(server.version)
-    with ExitStack() as stack:
-        trainer = Trainer(stack)
-        with ThreadPoolExecutor(1) as asking, trainer.training(KIND, controller.address):
+    with ExitStack() as stack, ThreadPoolExecutor(1) as asking:
+        mortal = Trainer(stack)
+        with mortal.training(KIND, controller.address):
             said = server.generate(list(PROMPTS[3]), 16)
-            trainer.publish(before + 2, seed_of(str(before + 2)))
+            mortal.publish(before + 2, seed_of(str(before + 2)))
             assert server.version == str(before + 2)
             during = asking.submit(server.generate, list(PROMPTS[3]), 16)
-            trainer.die_writing(before + 3, seed_of(str(before + 3)))  # of other weights
+            mortal.die_writing(before + 3, seed_of(str(before + 3)))  # of other weights
             assert during.result(WAIT_S).tokens == said.tokens
     assert server.version == str(before + 2)
     assert server.generate(list(PROMPTS[3]), 16).tokens == said.tokens
-    with ExitStack() as stack:  # and another trainer goes on
-        trainer = Trainer(stack)
-        with trainer.training(KIND, controller.address):
-            trainer.publish(before + 7, seed_of(str(before + 7)))
+    with trainer.training(KIND, controller.address):  # another trainer goes on
+        trainer.publish(before + 7, seed_of(str(before + 7)))
     assert server.version == str(before + 7)
     answer = server.generate(list(PROMPTS[3]), 16)
     assert answer.tokens != said.tokens
     check_explained([answer], fresh, folder)
 
 
-def test_a_paused_engine_takes_versions_and_goes_on(controller, server, fresh, folder):
+def test_a_paused_engine_takes_versions_and_goes_on(controller, server, trainer, fresh, folder):
     """vLLM's own pause keeps what runs; a version is committed meanwhile, and the answer goes on with it."""
     before = int(server.version)
     after = before + 1  # of other weights
-    with ExitStack() as stack:
-        trainer = Trainer(stack)
-        with ThreadPoolExecutor(1) as asking, trainer.training(KIND, controller.address):
-            answering = asking.submit(server.generate, [3, 1, 4], 200)
-            server.post("pause?mode=keep&clear_cache=false")
-            trainer.publish(after, seed_of(str(after)))
-            assert server.version == str(after)
-            assert not answering.done()
-            server.post("resume")
-            answer = answering.result(WAIT_S)
+    with ThreadPoolExecutor(1) as asking, trainer.training(KIND, controller.address):
+        answering = asking.submit(server.generate, [3, 1, 4], 200)
+        server.post("pause?mode=keep&clear_cache=false")
+        trainer.publish(after, seed_of(str(after)))
+        assert server.version == str(after)
+        assert not answering.done()
+        server.post("resume")
+        answer = answering.result(WAIT_S)
     assert [version for version, _, _ in answer.spans][-1] == str(after)
     assert len(answer.tokens) == 200
     check_explained([answer], fresh, folder)
@@ -172,7 +156,7 @@ def test_vllms_own_protocol(server, fresh, folder):
             trainer.ask("looked")
 
 
-def test_torn_weights_are_not_served(server, fresh, folder):
+def test_torn_weights_are_not_served(server, trainer, fresh, folder):
     """In place: the writer of one half dies. The engine stands still, whatever it is told, until a whole version."""
     settings = weft.TransferSettings(mode="in_place", silence_s=10.0, version_s=WAIT_S)
     with (
@@ -181,47 +165,44 @@ def test_torn_weights_are_not_served(server, fresh, folder):
     ):
         server.post("init_weight_transfer_engine", {"init_info": {"controller": controller.address}})
         with ExitStack() as stack:
-            trainer = Trainer(stack)
-            with trainer.training(KIND, controller.address):
-                trainer.publish(1, 2)
+            mortal = Trainer(stack)
+            with mortal.training(KIND, controller.address):
+                mortal.publish(1, 2)
                 assert server.generate(list(PROMPTS[3]), 16).spans == [("1", 0, 16)]
-                trainer.die_writing(2, 3)
+                mortal.die_writing(2, 3)
         wait_until(lambda: server.status()[0]["is_poisoned"], WAIT_S, "the engine is torn")
         assert "version 2 failed on engine 0 after writing had begun" in server.status()[0]["error"]
         answering = asking.submit(server.generate, list(PROMPTS[3]), 16)
         server.post("resume")
         with pytest.raises(TimeoutError):
             answering.result(3.0)
-        with ExitStack() as stack:
-            trainer = Trainer(stack)
-            with trainer.training(KIND, controller.address):
-                trainer.publish(3, 3)
-                answer = answering.result(WAIT_S)
+        with trainer.training(KIND, controller.address):
+            trainer.publish(3, 3)
+            answer = answering.result(WAIT_S)
     assert answer.spans == [("3", 0, 16)]
     check_explained([answer], fresh, folder)
     assert not server.status()[0]["error"]
 
 
-def test_nobody_finds_keys_and_values_of_older_weights(fresh, folder):
+def test_nobody_finds_keys_and_values_of_older_weights(trainer, fresh, folder):
     """Running requests keep theirs (the default); those that wait or come later begin with the weights there are.
 
     In two engine cores that share the requests (data parallel).
     """
     settings = weft.TransferSettings(silence_s=10.0, version_s=WAIT_S)
-    checkpoint = save_checkpoint(KIND, 1, folder)
-    with ExitStack() as stack:
-        controller = stack.enter_context(weft.Controller(num_trainers=2, num_engine_ranks=2, settings=settings))
-        cores = ("--data-parallel-size", "2", "--max-num-seqs", "1")  # so that requests wait, too
-        server = stack.enter_context(serving(checkpoint, folder / "keep.log", *cores, controller=controller.address))
-        trainer = Trainer(stack)
+    cores = ("--data-parallel-size", "2", "--max-num-seqs", "1")  # so that requests wait, too
+    with (
+        weft.Controller(num_trainers=2, num_engine_ranks=2, settings=settings) as controller,
+        serving(save_checkpoint(KIND, 1, folder), folder / "keep.log", *cores, controller=controller.address) as server,
+        trainer.training(KIND, controller.address),
+    ):
         streams = [Stream(server.generate, [PROMPTS[3]], 8) for _ in range(NUM_STREAMS + 1)]
-        with trainer.training(KIND, controller.address):
-            for stream in streams:
-                stream.start()
-            for version in range(1, 7):
-                trainer.publish(version, seed_of(str(version)))
-                wait_for_answers(streams, 2, WAIT_S)
-            answers = [answer for stream in streams for answer in stream.stop()]
+        for stream in streams:
+            stream.start()
+        for version in range(1, 7):
+            trainer.publish(version, seed_of(str(version)))
+            wait_for_answers(streams, 2, WAIT_S)
+        answers = [answer for stream in streams for answer in stream.stop()]
     steady = [answer for answer in answers if len(answer.spans) == 1]
     assert len({answer.spans[0][0] for answer in steady}) > 3, "the streams met hardly any version"
     check_explained(steady, fresh, folder)

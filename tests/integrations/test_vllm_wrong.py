@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Iterator
-from contextlib import ExitStack
 
 import numpy as np
 import pytest
@@ -12,7 +11,7 @@ from safetensors.numpy import load_file
 
 import weft
 from tests.integrations.tiny_models import save_checkpoint
-from tests.integrations.vllm_process import Load, Look, run_engines
+from tests.integrations.vllm_process import Load, loaded, look
 from tests.support.processes import Process
 from tests.support.waiting import wait_until
 
@@ -21,7 +20,6 @@ pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"),
 ]
 
-LOAD_S = 240.0
 WAIT_S = 30.0
 EXPERT = "model.layers.1.mlp.experts.3.up_proj.weight"
 NORM = "model.layers.0.input_layernorm.weight"
@@ -40,17 +38,9 @@ def controller() -> Iterator[weft.Controller]:
 
 
 @pytest.fixture(scope="module")
-def engine(checkpoint, controller) -> Iterator[Process]:
-    with ExitStack() as stack:
-        engine = Process.started(stack, run_engines, daemon=False)
-        engine.ask(Load(checkpoint=checkpoint, controller=controller.address))
-        assert engine.answer(LOAD_S) == "loaded"
+def engine(live, checkpoint, controller) -> Iterator[Process]:
+    with loaded(live, Load(checkpoint=checkpoint, controller=controller.address)) as engine:
         yield engine
-
-
-def look(engine: Process) -> Look:
-    engine.ask("look")
-    return engine.answer(WAIT_S)
 
 
 def renamed(tensors):

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import gc
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from tests.integrations.tiny_models import PROMPTS
+from tests.support.processes import Process
 
+LOAD_S = 240.0
+LOOK_S = 60.0
 NUM_TOKENS = 16
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine core lives in the process that makes it; several ranks do not
@@ -154,3 +159,34 @@ class _Engine:
             versions=[span.version for answer in answers for span in answer.weight_versions],
             status=self._llm.collective_rpc("weft_status") if self._load.controller else [],
         )
+
+
+def look(process: Process) -> Look:
+    """What a process's engine holds and says."""
+    process.ask("look")
+    return process.answer(LOOK_S)
+
+
+@contextmanager
+def loaded(process: Process, load: Load) -> Iterator[Process]:
+    """A process with an engine, until the end of the block."""
+    process.ask(load)
+    with _loading(process):
+        yield process
+
+
+@contextmanager
+def both_loaded(one: Process, load: Load, other: Process, other_load: Load) -> Iterator[None]:
+    """Two, at the same time."""
+    one.ask(load)
+    other.ask(other_load)
+    with _loading(one), _loading(other):
+        yield
+
+
+@contextmanager
+def _loading(process: Process) -> Iterator[None]:
+    assert process.answer(LOAD_S) == "loaded"
+    yield
+    process.ask("unload")
+    assert process.answer(LOOK_S) == "unloaded"
