@@ -115,7 +115,12 @@ def test_experts_on_two_ranks(trainer, tmp_path):
             server.post("continue_generation")
             with pytest.raises(TimeoutError):
                 answering.result(3.0)
+            server.post("pause_generation", {"mode": "in_place"})  # what users want takes effect when it is whole again
             trainer.publish(9, 2)
+            assert server.version == "9"
+            with pytest.raises(TimeoutError):
+                answering.result(1.0)
+            server.post("continue_generation")
             answer = answering.result(WAIT_S)
             assert (answer.tokens, answer.spans) == (expected[2][0], [("9", 0, 16)])
             assert said_by(server) == expected[2]

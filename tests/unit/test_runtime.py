@@ -167,7 +167,7 @@ def test_members_that_do_not_fit_are_told_every_problem():
 
 
 def test_an_engine_waits_for_trainers_that_fit():
-    made = Pair({"v": np.ones(5, np.float32)}, {"w": np.zeros(5, np.float32)}, beat_s=0.1)
+    made = Pair({"v": np.ones(5, np.float32)}, {"w": np.zeros(5, np.float32)}, beat_s=0.1, version_s=60.0)
     with pytest.raises(ProtocolError, match="missing: w"):
         made.sender.publish(version=1).wait_committed(SOON_S)
     made.sender.close()
@@ -181,9 +181,34 @@ def test_an_engine_waits_for_trainers_that_fit():
         transport=LocalTransport("trainer 0", made.network),
         timeout_s=SOON_S,
     )
-    commit(made, 1)
+    assert made.controller.wait_planned(SOON_S)
+    commit(made, 2)  # and nobody waits for the version the other trainer has spoken of
     assert np.array_equal(made.engine["w"], np.full(5, 7.0, np.float32))
     made.close()
+
+
+def test_a_commit_that_stops_half_way_is_made_good_by_the_next(pair, monkeypatch):
+    commit(pair, 1)
+    pair.sender.publish(version=2).wait_released(SOON_S)
+    update = pair.receiver.wait(SOON_S)
+    with monkeypatch.context() as broken:
+        broken.setattr(pair.receiver, "_work", FailingWork(pair.receiver._work))
+        with pytest.raises(MemoryError):
+            update.commit()
+    assert pair.receiver.is_poisoned
+    assert pair.receiver.pending is None
+    pair.trainer["w"] += 1
+    commit(pair, 3)
+    assert pair.receiver.version == 3
+    assert np.array_equal(pair.engine["w"], pair.trainer["w"])
+
+
+class FailingWork:
+    def __init__(self, work: Any) -> None:
+        self.synchronize = work.synchronize
+
+    def copy(self, *_: Any) -> int:
+        raise MemoryError
 
 
 def test_strided_live_weights_are_filled_in_place():

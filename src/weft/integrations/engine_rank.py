@@ -33,6 +33,8 @@ class EngineRank:
         self._num_commits, self._pause_s = 0, 0.0
         self._must_process = False
         """Whether the engine's own layout was not yet made of what is served."""
+        self._is_torn = False
+        """Whether a controller was left with torn weights."""
 
     @property
     def has_joined(self) -> bool:
@@ -53,6 +55,7 @@ class EngineRank:
         """Leave the controller; the engine goes on with what it serves."""
         receiver, self._receiver = self._receiver, None
         if receiver is not None:
+            self._is_torn = self._is_torn or receiver.is_poisoned
             receiver.close()
 
     def joined(self) -> Receiver:
@@ -67,9 +70,10 @@ class EngineRank:
         return self._reporting(lambda: self.joined().poll(step=0))
 
     def hears_of(self, version: int) -> bool:
-        """Whether the version, or a later one, waits to be served here; it may be on its way."""
+        """Whether the version waits to be served here, or is served; it may be on its way."""
         try:
-            return self.joined().wait(NOTICE_S).version >= version
+            receiver = self.joined()
+            return _serves(receiver, version) or receiver.wait(NOTICE_S).version == version
         except WeftError as error:
             self._error = str(error)
             return False
@@ -84,12 +88,12 @@ class EngineRank:
     def _serve(self, version: int, timeout_s: float, *, is_asked: bool) -> None:
         receiver, deadline = self.joined(), time.monotonic() + timeout_s
         while not _serves(receiver, version):
-            if not is_asked and receiver.pending is None:
+            update = receiver.wait(max(deadline - time.monotonic(), 0.0)) if is_asked else receiver.poll(step=0)
+            if update is None or not (is_asked or update.version == version):
                 break  # called off
-            update = receiver.wait(max(deadline - time.monotonic(), 0.0))
-            if not update.commit(max(deadline - time.monotonic(), 0.0)):
+            if not update.commit(max(timeout_s, receiver.decided_within_s)):
                 break  # called off before anything was written
-            self._must_process, self._num_commits = True, self._num_commits + 1
+            self._must_process, self._is_torn, self._num_commits = True, False, self._num_commits + 1
         self._make_layout(receiver)
         if _serves(receiver, version):
             self._error = ""
@@ -116,7 +120,7 @@ class EngineRank:
     def status(self) -> dict[str, Any]:
         """What this rank serves, and what went wrong since it was committed."""
         receiver = self._receiver
-        poisoned = self._must_process or (receiver is not None and receiver.is_poisoned)
+        poisoned = self._must_process or self._is_torn or (receiver is not None and receiver.is_poisoned)
         return {
             "rank": self.rank,
             "version": None if receiver is None or poisoned else receiver.version,

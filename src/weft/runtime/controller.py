@@ -392,6 +392,8 @@ class Controller:
             may_return = known.join.side == "engine"
             self._send(member, Refused(reason=str(error), hint=error.hint or "", may_return=may_return))
         self._who.members.clear()
+        self._wants.clear()
+        self._uncommitted.clear()  # who joins again says what it has not committed
 
     def _rebuild(self) -> None:
         """What members knew of versions when they joined: everything, if the controller before this one died."""
@@ -581,7 +583,10 @@ class Controller:
     def _failed(self, member: str, join: Join, version: int, reason: str) -> None:
         transfer = self._transfer
         if join.side == "engine" and (transfer is None or transfer.is_decided):
-            self._uncommitted.discard(join.rank)  # it will not commit what was decided
+            if join.rank in self._uncommitted:  # it will not commit what was decided
+                log.warning("%s could not commit version %d: %s", member, version, reason)
+                self._uncommitted.remove(join.rank)
+                self._holds[join.rank] = None
             self._finish()
         if transfer is None or transfer.version != version:
             if join.side == "trainer" and self._wants.get(join.rank) == version:

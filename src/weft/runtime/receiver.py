@@ -96,11 +96,13 @@ class Receiver:
     ) -> None:
         """`transport`: for tests; otherwise the controller chooses.
 
-        `on_wanted` is for engines that do not call `poll` regularly: it is called, on another thread, when their own
-        should call `wait` (with the version that is there) or `poll` (with None).
+        `on_wanted` is for engines that have a driver, which lets all ranks commit together and does not call `poll` at
+        every step: it is called, on another thread, when the engine's thread should commit (with the version that is
+        there) or call `poll` (with None). Ranks do not agree on a step then.
         """
         self.member = f"engine {rank}"
         self._on_wanted = on_wanted or (lambda _: None)
+        self._counts_steps = on_wanted is None
         self._rank = rank
         self._transports = OpenTransports(
             self.member, rank=rank, device=weights.device, controller=address, given=transport
@@ -152,6 +154,11 @@ class Receiver:
     def pending(self) -> int | None:
         """A version that `wait` would hand out, if there is one."""
         return self._pending
+
+    @property
+    def decided_within_s(self) -> float:
+        """How long a version in place may take once the engine stands still, whatever happens to others."""
+        return self._control.settings.version_s + self._control.settings.silence_s
 
     @property
     def is_poisoned(self) -> bool:
@@ -269,19 +276,27 @@ class Receiver:
             self._work.synchronize()  # what the engine queued still reads the old weights
             if in_place:
                 return self._receive_in_place(version, timeout_s)
-            copy = self._memory.landing.copy
-            if copy is not None:
-                self._work.copy(*copy)
-            else:
-                self._apply_patches(version)
+            try:
+                self._make_visible(version)
+            except Exception as error:
+                self._clear_pending()
+                self._control.post(Failed(version=version, reason=f"{type(error).__name__}: {error}"))
+                raise
             self._serve(version)
         return True
 
-    def _apply_patches(self, version: int) -> None:
-        """Mode `patch`, with the lock held. What stops half-way leaves torn weights."""
-        patches = self._intake.checked(version)
-        self._poison = f"the patch to version {version} was not applied to its end"
-        patches.apply()
+    def _make_visible(self, version: int) -> None:
+        """Modes `shadow` and `patch`, with the lock held. What stops half-way leaves torn weights."""
+        copy = self._memory.landing.copy
+        patches = self._intake.checked(version) if copy is None else None
+        try:
+            if copy is not None:
+                self._work.copy(*copy)
+            elif patches is not None:
+                patches.apply()
+        except BaseException:
+            self._poison = f"version {version} was not made visible to its end"
+            raise
 
     def _serve(self, version: int) -> None:
         """With the lock held: the version is visible now."""
@@ -446,15 +461,15 @@ class Receiver:
     def _hand_out(self, version: int) -> None:
         """Let `poll` return a version, at a step all ranks of the engine agree on."""
         with self._changed:
-            self._pending = version
-            if self._control.ranks_per_engine > 1:
+            self._pending, self._refusal = version, None
+            if self._counts_steps and self._control.ranks_per_engine > 1:
                 self._fence, self._boundary = self._step + STEPS_AHEAD, None
                 self._control.post(At(version=version, step=self._step))
+            self._on_wanted(version)  # before anybody who waits can commit it
             if self._is_idle:
                 self._pause(version)
             else:
                 self._changed.notify_all()
-        self._on_wanted(version)
 
     def _count_arrivals(self) -> bool:
         """Without a digest: take in what was counted as arrived; returns whether the version is whole."""

@@ -35,7 +35,7 @@ from sglang.utils import TypeBasedDispatcher
 from weft.config import CachePolicy, EngineSettings, engine_settings
 from weft.errors import ConfigError, LayoutError
 from weft.integrations.checkpoint import checkpoint_tensors
-from weft.integrations.engine_rank import NOTICE_S, EngineRank
+from weft.integrations.engine_rank import EngineRank
 from weft.integrations.torch import weights_of_pieces
 from weft.integrations.touching import touched_modules
 from weft.integrations.tracing import trace_loader
@@ -47,6 +47,10 @@ log = logging.getLogger("sglang.weft")
 
 IDLE_MS = 5
 """How often an engine without requests looks for versions."""
+RETRY_S = 60.0
+"""When to try again to serve a version that one rank does not have; ranks wait for it each time."""
+HELD = 2
+"""`_engine_paused` of a torn engine: true, and not what SGLang's own routes make of it."""
 HOOKED: list[str] = []
 """What must be hooked in a scheduler; SGLang only logs where that fails."""
 _TOUCHED: WeakKeyDictionary[torch.nn.Module, set[str]] = WeakKeyDictionary()
@@ -111,7 +115,7 @@ class Attendant:
         _check_parallelism(parallel)
         self._group = parallel.tp_group.cpu_group if parallel.tp_size > 1 else None
         self._cache = settings.cache
-        if scheduler.enable_overlap and self._cache is CachePolicy.KEEP:
+        if scheduler.enable_overlap and self._cache is not CachePolicy.RECOMPUTE:
             log.warning("weft: with the overlap schedule running requests are computed again (cache policy recompute)")
             self._cache = CachePolicy.RECOMPUTE
         runner = scheduler.tp_worker.model_runner
@@ -119,12 +123,14 @@ class Attendant:
         self._rank = EngineRank(rank, lambda: post_load_weights(runner.model))
         weights = loaded_weights(runner.model, Path(runner.model_config.model_path))
         security = member_security(settings.keys, settings.key)
-        self._rank.join(Receiver(settings.controller, rank=rank, weights=weights, **security))
+        self._rank.join(
+            Receiver(settings.controller, rank=rank, weights=weights, on_wanted=_look_in_every_iteration, **security)
+        )
         self._version: int | None = None
         self._not_before = 0.0
         """When to try again after a version that not all ranks had."""
-        self._was_paused: bool | None = None
-        """Before the engine was stopped because its weights are torn."""
+        self._wants_pause: bool | None = None
+        """What users want of an engine that stands still because its weights are torn."""
         self._reported = ""
         scheduler._request_dispatcher += TypeBasedDispatcher([(ServeVersion, self.serve)])
 
@@ -136,8 +142,8 @@ class Attendant:
     def tend(self) -> None:
         """See to the receiver; a torn engine stands still, whoever tells it to go on."""
         self._report(self._rank.tend()["error"])
-        if self._was_paused is not None:
-            self._scheduler._engine_paused = True
+        if self._wants_pause is not None and self._scheduler._engine_paused is not HELD:
+            self._wants_pause, self._scheduler._engine_paused = bool(self._scheduler._engine_paused), HELD
 
     def _report(self, error: str) -> None:
         if error and error != self._reported:
@@ -149,22 +155,24 @@ class Attendant:
         scheduler = self._scheduler
         if not self._all_agree(self._rank.hears_of(told.version)):
             log.warning("weft: not all ranks of this engine have version %d", told.version)
-            self._not_before = time.monotonic() + NOTICE_S
+            self._not_before = time.monotonic() + RETRY_S
             return
-        was_paused = scheduler._engine_paused if self._was_paused is None else self._was_paused
+        was_paused = bool(scheduler._engine_paused) if self._wants_pause is None else self._wants_pause
         if self._cache is CachePolicy.RECOMPUTE and not scheduler.is_fully_idle(ignore_waiting=True):
             scheduler.pause_generation(PauseGenerationReqInput(mode="retract"))
         status = self._rank.serve(told.version, self._settings.commit_s)
         self._report(status["error"])
         if not self._all_serve(status):
             log.error("weft: the engine's weights are torn; it serves again after the next version")
-            self._was_paused, scheduler._engine_paused = was_paused, True
+            self._wants_pause, scheduler._engine_paused = was_paused, HELD
             return
         if status["version"] != self._version:
             self._show(status["version"])
             log.info("weft: version %d is served, paused for %.1f ms", status["version"], 1e3 * status["pause_s"])
-        self._was_paused = None
-        if scheduler._engine_paused and not was_paused:
+        self._wants_pause = None
+        if was_paused:
+            scheduler._engine_paused = True
+        elif scheduler._engine_paused:
             scheduler.continue_generation(ContinueGenerationReqInput(torch_empty_cache=False))
 
     def _all_serve(self, status: Mapping[str, Any]) -> bool:
@@ -218,6 +226,10 @@ class Attendant:
     def close(self) -> None:
         """Leave the controller."""
         self._rank.leave()
+
+
+def _look_in_every_iteration(_: int | None) -> None:
+    """The first rank does; nobody has to call it."""
 
 
 def _check_parallelism(parallel: Any) -> None:

@@ -38,6 +38,7 @@ def extend_engine_core() -> None:
 
     EngineCore._initialize_kv_caches = _attending(EngineCore._initialize_kv_caches)
     EngineCore.add_request = _with_new_request(EngineCore.add_request)
+    EngineCore.collective_rpc = _with_calls(EngineCore.collective_rpc)
     EngineCore.step = _between_steps(EngineCore.step)
     EngineCore.step_with_batch_queue = _between_steps(EngineCore.step_with_batch_queue)
     EngineCoreProc._process_input_queue = _between_steps(EngineCoreProc._process_input_queue)
@@ -76,6 +77,21 @@ def _with_new_request(add_request: Any) -> Any:
         add_request(core, request, *args, **kwargs)
 
     return with_new_request
+
+
+def _with_calls(collective_rpc: Any) -> Any:
+    """vLLM's own routes reach workers past the attendant."""
+
+    @functools.wraps(collective_rpc)
+    def with_calls(core: Any, method: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return collective_rpc(core, method, *args, **kwargs)
+        finally:
+            attendant = getattr(core, "weft", None)
+            if attendant is not None and method == "update_weights":
+                attendant.after_update()
+
+    return with_calls
 
 
 def _leaving(shutdown: Any) -> Any:
@@ -126,8 +142,8 @@ class Attendant:
         self._settings = settings_of(core.vllm_config)
         self._notices: queue.SimpleQueue[Notice] = queue.SimpleQueue()
         """What receivers want; from the listening thread."""
-        self._wanted: dict[int, set[int]] = {}
-        """Versions that want to be committed, and the workers that have them."""
+        self._wanted: dict[tuple[str, int], set[int]] = {}
+        """Controllers' versions that want to be committed, and the workers that have them."""
         self._is_stopping = False
         """Whether the cores of this engine are agreeing on a step."""
         self._must_resume = False
@@ -192,16 +208,18 @@ class Attendant:
         """Between two steps: do what the workers' receivers want."""
         if self._take_notices():
             self._ask_workers("weft_tend")
-        parallel = self._core.vllm_config.parallel_config
-        ready = [version for version, ranks in self._wanted.items() if len(ranks) == parallel.world_size]
-        if not ready or self._is_stopping or self._must_finish_batches():
+        if self._next() is None or self._is_stopping or self._must_finish_batches():
             return  # called again before the next step
-        version = max(ready)
-        self._wanted = {later: ranks for later, ranks in self._wanted.items() if later > version}
-        if hasattr(self._core, "dp_group") and parallel.enable_expert_parallel:
-            self._commit_with_other_cores(version)
+        if hasattr(self._core, "dp_group"):
+            self._commit_with_other_cores()
         else:
-            self._commit(version)
+            self._commit()
+
+    def _next(self) -> tuple[str, int] | None:
+        """The latest version that all workers have."""
+        num_workers = self._core.vllm_config.parallel_config.world_size
+        ready = [wanted for wanted, ranks in self._wanted.items() if len(ranks) == num_workers]
+        return max(ready, key=lambda wanted: wanted[1], default=None)
 
     def _take_notices(self) -> bool:
         """Whether any receiver wants something else than a commit."""
@@ -212,7 +230,7 @@ class Attendant:
                 if notice.version is None:
                     others = True
                 else:
-                    self._wanted.setdefault(notice.version, set()).add(notice.rank)
+                    self._wanted.setdefault((notice.controller, notice.version), set()).add(notice.rank)
         return others
 
     def _must_finish_batches(self) -> bool:
@@ -221,15 +239,16 @@ class Attendant:
             self._brake.hold()
         return bool(self._core.batch_queue)
 
-    def _commit_with_other_cores(self, version: int) -> None:
+    def _commit_with_other_cores(self) -> None:
         """All cores stop at the same step: they compute with each other's experts."""
+        self._brake.release()  # vLLM's own agreement takes over
         self._is_stopping = True
         self._must_resume = self._must_resume or not self._core.is_scheduler_paused()
         stopped = self._core.pause_scheduler(mode="keep", clear_cache=False)
 
         def go_on(_: Any = None) -> None:
             self._is_stopping = False
-            self._commit(version)
+            self._commit()
             if self._must_resume and not self._is_torn:
                 self._must_resume = False
                 self._core.resume_scheduler()
@@ -245,22 +264,37 @@ class Attendant:
         self._reported = errors
         return answers
 
-    def _commit(self, version: int) -> None:
-        answers = self._ask_workers("weft_serve", version, self._settings.commit_s)
-        served = {answer["version"] for answer in answers}
-        self._is_torn = len(served) > 1 or any(answer["is_poisoned"] for answer in answers)
-        if self._is_torn:
+    def _commit(self) -> None:
+        answers, wanted = [], self._next()
+        if wanted is not None:
+            answers = self._ask_workers("weft_serve", wanted[1], self._settings.commit_s)
+            self._wanted = {key: ranks for key, ranks in self._wanted.items() if key[0] != wanted[0] or key > wanted}
+        is_torn = _is_torn(answers)
+        if hasattr(self._core, "dp_group"):  # cores that compute together stand still together
+            is_torn = self._core.vllm_config.parallel_config.has_unfinished_dp(self._core.dp_group, is_torn)
+        self._settle(answers, is_torn=is_torn)
+
+    def _settle(self, answers: list[dict[str, Any]], *, is_torn: bool) -> None:
+        """What workers serve has perhaps changed: stand still, or show it."""
+        self._is_torn = is_torn
+        if is_torn:
             states = ", ".join(f"rank {a['rank']}: {'torn' if a['is_poisoned'] else a['version']}" for a in answers)
             log.error("weft: the engine's weights are torn (%s); it serves again after the next version", states)
             self._brake.hold()
             return
-        (now,), commits = served, [answer["num_commits"] for answer in answers]
+        commits = [answer["num_commits"] for answer in answers]
+        now = answers[0]["version"] if answers else None
         if commits != self._commits and now is not None:
             self._commits = commits
             self._drop_caches()
             self._core.set_weight_version(str(now))
             log.info("weft: version %d is served, paused for %.1f ms", now, 1e3 * max(a["pause_s"] for a in answers))
         self._brake.release()
+
+    def after_update(self) -> None:
+        """Somebody let the workers serve a version through vLLM's own routes."""
+        answers = self._ask_workers("weft_status")
+        self._settle(answers, is_torn=_is_torn(answers))
 
     def _drop_caches(self) -> None:
         policy = self._settings.cache
@@ -299,3 +333,8 @@ class Attendant:
         for request in scheduler.requests.values():
             if request.request_id not in running and request.num_computed_tokens == 0:
                 yield request
+
+
+def _is_torn(answers: list[dict[str, Any]]) -> bool:
+    """Whether workers serve different versions, or half of one."""
+    return len({answer["version"] for answer in answers}) > 1 or any(answer["is_poisoned"] for answer in answers)

@@ -41,6 +41,8 @@ class Notice(msgspec.Struct, frozen=True):
     """Among the workers of this core."""
     version: int | None
     """What wants to be committed; None: the receiver wants something else."""
+    controller: str
+    """Whose version it is."""
 
 
 @dataclass
@@ -95,7 +97,8 @@ class WeftTransfer(WeightTransferEngine[WeftInit, WeftUpdate]):
 
     def _notice(self, version: int | None) -> None:
         """On any thread: the engine core should attend."""
-        notice = msgspec.msgpack.encode(Notice(rank=self.parallel_config.rank, version=version))
+        rank, controller = self.parallel_config.rank, self._settings.controller
+        notice = msgspec.msgpack.encode(Notice(rank=rank, version=version, controller=controller))
         with self._notice_lock, contextlib.suppress(zmq.Again):  # a core that does not listen has ended
             if self._notices is not None:
                 self._notices.send(notice, zmq.NOBLOCK)
