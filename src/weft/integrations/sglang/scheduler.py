@@ -127,8 +127,9 @@ class Attendant:
             Receiver(settings.controller, rank=rank, weights=weights, on_wanted=_look_in_every_iteration, **security)
         )
         self._version: int | None = None
-        self._not_before = 0.0
-        """When to try again after a version that not all ranks had."""
+        self._num_commits = 0
+        self._missed: tuple[int, float] | None = None
+        """A version that not all ranks had, and when to try again."""
         self._wants_pause: bool | None = None
         """What users want of an engine that stands still because its weights are torn."""
         self._reported = ""
@@ -137,7 +138,9 @@ class Attendant:
     @property
     def wanted(self) -> int | None:
         """A version that all ranks should serve now."""
-        return self._rank.wanted if time.monotonic() >= self._not_before else None
+        version = self._rank.wanted
+        is_missed = self._missed is not None and self._missed[0] == version and time.monotonic() < self._missed[1]
+        return None if is_missed else version
 
     def tend(self) -> None:
         """See to the receiver; a torn engine stands still, whoever tells it to go on."""
@@ -155,7 +158,7 @@ class Attendant:
         scheduler = self._scheduler
         if not self._all_agree(self._rank.hears_of(told.version)):
             log.warning("weft: not all ranks of this engine have version %d", told.version)
-            self._not_before = time.monotonic() + RETRY_S
+            self._missed = told.version, time.monotonic() + RETRY_S
             return
         was_paused = bool(scheduler._engine_paused) if self._wants_pause is None else self._wants_pause
         if self._cache is CachePolicy.RECOMPUTE and not scheduler.is_fully_idle(ignore_waiting=True):
@@ -166,7 +169,8 @@ class Attendant:
             log.error("weft: the engine's weights are torn; it serves again after the next version")
             self._wants_pause, scheduler._engine_paused = was_paused, HELD
             return
-        if status["version"] != self._version:
+        if status["num_commits"] != self._num_commits:
+            self._num_commits = status["num_commits"]
             self._show(status["version"])
             log.info("weft: version %d is served, paused for %.1f ms", status["version"], 1e3 * status["pause_s"])
         self._wants_pause = None
