@@ -556,7 +556,7 @@ class Receiver:
                 self._end_in_place(Decide(version=self._pending, commit=False, torn=True, reason=str(error)))
 
     def refused(self, error: WeftError) -> None:
-        """Trainers and engines did not fit; the receiver has joined again, and waits for other trainers."""
+        """Trainers and engines did not fit; the receiver joins again, and waits for other trainers."""
         with self._changed:
             self._refusal = error
             self._changed.notify_all()
