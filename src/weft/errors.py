@@ -22,16 +22,26 @@ class ConfigError(WeftError):
 
 
 class LayoutError(WeftError):
-    """Tensors and shards do not fit together. `problems` names every tensor concerned."""
+    """Tensors and shards do not fit together. `problems` names every tensor concerned.
 
-    def __init__(self, message: str, *, problems: tuple[str, ...] = (), hint: str | None = None) -> None:
+    `members` are those that differ from the others, where it is known.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        problems: tuple[str, ...] = (),
+        members: tuple[str, ...] = (),
+        hint: str | None = None,
+    ) -> None:
         shown = problems[:20]
         more = len(problems) - len(shown)
         lines = [message, *(f"  - {problem}" for problem in shown)]
         if more:
             lines.append(f"  … and {more} more")
         super().__init__("\n".join(lines), hint=hint)
-        self.problems = problems
+        self.problems, self.members = problems, members
 
 
 class PlanError(WeftError):

@@ -22,6 +22,7 @@ class Versions(RuleBasedStateMachine):
         self.next_version = 1
         self.decided: dict[int, Decision] = {}
         self.published: set[int] = set()
+        self.written: set[int] = set()
         self.ready: set[tuple[int, int]] = set()
         self.dropped: set[int] = set()
         self.quorum = 2
@@ -36,13 +37,13 @@ class Versions(RuleBasedStateMachine):
         assert version not in self.decided
         self.decided[version] = decision
         if decision.commit:
-            assert self.published == set(range(TRAINERS))
+            assert self.published == self.written == set(range(TRAINERS))
             assert len(decision.engines) >= self.quorum
             for engine in decision.engines:
                 assert all((engine, rank) in self.ready for rank in range(ENGINES[engine]))
             assert self.ledger.committed == version
         self.next_version = version + 1
-        self.published, self.ready = set(), set()
+        self.published, self.written, self.ready = set(), set(), set()
 
     @rule(trainer=st.integers(0, TRAINERS - 1))
     def publish(self, trainer: int) -> None:
@@ -53,11 +54,36 @@ class Versions(RuleBasedStateMachine):
         self.ledger.publish(trainer=trainer, version=self.next_version)
         self.published.add(trainer)
 
+    @rule(trainer=st.integers(0, TRAINERS - 1))
+    def write(self, trainer: int) -> None:
+        if trainer not in self.published or trainer in self.written:
+            with pytest.raises(VersionError):
+                self.ledger.written(trainer=trainer, version=self.next_version)
+            return
+        self.written.add(trainer)
+        assert self.ledger.written(trainer=trainer, version=self.next_version) == (len(self.written) == TRAINERS)
+
+    @rule(trainer=st.integers(0, TRAINERS - 1))
+    def refuse(self, trainer: int) -> None:
+        """A version that one trainer was refused is over for all."""
+        if self.published:
+            return
+        self.ledger.refuse(self.next_version, "an engine is gone")
+        with pytest.raises(VersionError, match="an engine is gone"):
+            self.ledger.publish(trainer=trainer, version=self.next_version)
+        self.next_version += 1
+
+    @rule(version=st.sampled_from([-1, 2**62, 2**63]))
+    def publish_an_impossible_number(self, version: int) -> None:
+        with pytest.raises(VersionError):
+            self.ledger.publish(trainer=0, version=version)
+        self.ledger.check_number(self.next_version)
+
     @rule(engine=st.sampled_from(sorted(ENGINES)), rank=st.integers(0, 1))
     def report_ready(self, engine: int, rank: int) -> None:
         version = self.next_version
         present = engine in self.ledger.engines
-        if not self.published or (present and (len(self.published) < TRAINERS or rank >= ENGINES[engine])):
+        if not self.published or (present and (len(self.written) < TRAINERS or rank >= ENGINES[engine])):
             with pytest.raises(VersionError):
                 self.ledger.ready(engine=engine, rank=rank, version=version)
             return
@@ -104,6 +130,10 @@ def published(policy=CommitPolicy.ALL, quorum=0):
     ledger = VersionLedger(num_trainers=2, engines={0: 2, 1: 1}, policy=policy, quorum=quorum)
     ledger.publish(trainer=0, version=7)
     ledger.publish(trainer=1, version=7)
+    assert not ledger.written(trainer=0, version=7)
+    with pytest.raises(VersionError, match="before trainers"):
+        ledger.ready(engine=1, rank=0, version=7)
+    assert ledger.written(trainer=1, version=7)
     return ledger
 
 
@@ -124,8 +154,10 @@ def test_a_failure_before_the_decision_aborts_and_the_old_version_stays(fail):
     assert "1: killed" in decision.reason
     assert ledger.committed is None
     assert ledger.ready(engine=0, rank=0, version=7) is None
-    with pytest.raises(VersionError, match="was decided already"):
+    with pytest.raises(VersionError, match="1: killed"):
         ledger.publish(trainer=0, version=7)
+    with pytest.raises(VersionError, match="was decided already"):
+        ledger.publish(trainer=0, version=6)
 
 
 def test_with_a_quorum_a_lost_engine_is_dropped():

@@ -1,13 +1,16 @@
-"""The life of a version, as a pure state machine: published → staged → ready everywhere → committed, or aborted.
+"""The life of a version, as a pure state machine: published → written → ready everywhere → committed, or aborted.
 
 The controller feeds it what members report and does what it decides. One version is open at a time. Trainers publish
-it; engine ranks report that they hold it whole and verified (*ready*); when enough engines are ready it is decided
-once, for all: commit or abort. If a member that is needed fails before the decision, the version is aborted everywhere
-and the last committed one keeps serving. After the decision nothing can undo it.
+it and report that they have written it; then engine ranks report that they hold it whole and verified (*ready*); when
+enough engines are ready it is decided once, for all: commit or abort. If a member that is needed fails before the
+decision, the version is aborted everywhere and the last committed one keeps serving. After the decision nothing can
+undo it. A version that was refused to one trainer is decided as well: it never opens for the others.
 
     ledger = VersionLedger(num_trainers=2, engines={0: 2}, policy=CommitPolicy.ALL)
     ledger.publish(trainer=0, version=7)
     ledger.publish(trainer=1, version=7)
+    ledger.written(trainer=0, version=7)             # False: trainer 1 is still writing
+    ledger.written(trainer=1, version=7)             # True
     ledger.ready(engine=0, rank=0, version=7)        # None: rank 1 is missing
     ledger.ready(engine=0, rank=1, version=7)        # Decision(version=7, commit=True, engines=(0,))
 """
@@ -19,6 +22,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from weft.errors import VersionError
+
+MAX_VERSION = 1 << 62
+MAX_STEP = 1 << 32
+"""How far a version may lie beyond the last one: a wrong number must not make all later versions look old."""
+MAX_FIRST = 1 << 48
+"""The highest number of the first one."""
 
 
 class CommitPolicy(enum.StrEnum):
@@ -47,6 +56,7 @@ class _Open:
 
     version: int
     published: set[int] = field(default_factory=set)
+    written: set[int] = field(default_factory=set)
     ready: set[tuple[int, int]] = field(default_factory=set)
 
 
@@ -73,6 +83,12 @@ class VersionLedger:
         self._open: _Open | None = None
         self._committed: int | None = None
         self._last_decided = -1
+        self._last_refusal = (-1, "")
+
+    @property
+    def last_decided(self) -> int:
+        """The highest version that was committed, aborted or refused; -1 before any was."""
+        return self._last_decided
 
     @property
     def committed(self) -> int | None:
@@ -89,14 +105,24 @@ class VersionLedger:
         """Engines that are still members."""
         return tuple(sorted(self._engines))
 
+    def check_number(self, version: int) -> None:
+        """Raise unless this could be a version's number."""
+        most = MAX_FIRST if self._last_decided < 0 else min(self._last_decided + MAX_STEP, MAX_VERSION)
+        if not 0 <= version <= most:
+            raise VersionError(f"version {version} after version {self._last_decided}", hint=f"expected 0 to {most}")
+
     def publish(self, *, trainer: int, version: int) -> None:
         """A trainer offers a version; the first one opens it."""
         if not 0 <= trainer < self._num_trainers:
             raise VersionError(f"trainer {trainer} is not one of {self._num_trainers}")
+        self.check_number(version)
         if self._open is None:
             if version <= self._last_decided:
+                refused, reason = self._last_refusal
                 raise VersionError(
-                    f"trainer {trainer} published version {version}, but version {self._last_decided} was decided "
+                    reason
+                    if version == refused
+                    else f"trainer {trainer} published version {version}, but version {self._last_decided} was decided "
                     "already",
                     hint="versions must grow",
                 )
@@ -110,6 +136,20 @@ class VersionLedger:
             raise VersionError(f"trainer {trainer} published version {version} twice")
         self._open.published.add(trainer)
 
+    def written(self, *, trainer: int, version: int) -> bool:
+        """A trainer has written all it owes; whether all trainers have."""
+        if self._open is None or version != self._open.version or trainer not in self._open.published:
+            raise VersionError(f"trainer {trainer} has written version {version}, which it may not write")
+        if trainer in self._open.written:
+            raise VersionError(f"trainer {trainer} has written version {version} twice")
+        self._open.written.add(trainer)
+        return self.is_written
+
+    @property
+    def is_written(self) -> bool:
+        """Whether all trainers have written the open version."""
+        return self._open is not None and len(self._open.written) == self._num_trainers
+
     def ready(self, *, engine: int, rank: int, version: int) -> Decision | None:
         """An engine rank holds the version, whole and verified. Late reports of decided versions are ignored."""
         if self._open is None or version != self._open.version:
@@ -122,10 +162,10 @@ class VersionLedger:
             return None
         if not 0 <= rank < self._engines[engine]:
             raise VersionError(f"engine {engine} has no rank {rank}")
-        if len(self._open.published) < self._num_trainers:
-            missing = sorted(set(range(self._num_trainers)) - self._open.published)
+        if not self.is_written:
+            missing = sorted(set(range(self._num_trainers)) - self._open.written)
             raise VersionError(
-                f"engine {engine} rank {rank} is ready with version {version} before trainers {missing} published it"
+                f"engine {engine} rank {rank} is ready with version {version} before trainers {missing} have written it"
             )
         self._open.ready.add((engine, rank))
         return self._commit_if_enough()
@@ -149,8 +189,14 @@ class VersionLedger:
         if self._open is None:
             return None
         version = self._open.version
-        self._open, self._last_decided = None, version
+        self._open, self._last_decided, self._last_refusal = None, version, (version, reason)
         return Decision(version=version, commit=False, engines=(), reason=reason)
+
+    def refuse(self, version: int, reason: str) -> None:
+        """A version cannot be written now: it is decided, for all trainers, without ever having been open."""
+        if self._open is None and version > self._last_decided:
+            self.check_number(version)
+            self._last_decided, self._last_refusal = version, (version, reason)
 
     def trainer_failed(self, trainer: int, reason: str) -> Decision | None:
         """A trainer cannot finish the open version."""

@@ -1,13 +1,15 @@
 """The controller: knows the members, chooses their transports, makes the plan, and decides every version once, for all.
 
-    consumes      Join, Opened, Want, Amax, Written, At, Paused, Ready, Failed, Committed, Beat, Leave   from members
-    produces      Welcome, Refused, Unknown, Open, SendPlan, ReceivePlan, Expect, Go, Agreed, Verify, Boundary, Decide,
-                  Alive
+    consumes      Join, Opened, Blocked, Want, Amax, Written, Stopped, At, Paused, Ready, Failed, Committed, Beat, Leave
+    produces      Welcome, Refused, Unknown, Open, Cut, SendPlan, ReceivePlan, Expect, Go, Agreed, Verify, Boundary,
+                  Decide, Alive
     waits for     messages, a tenth of a second at most                  unblocked by   the network, `close`
 
 One thread owns the socket and all state; nothing is shared. A version is open from the first Want until every engine
 has committed it, or until it was aborted and every trainer that was writing has stopped: only then may the next one be
-written. A controller that is started anew learns from members, as they join again, which versions were decided.
+written. A controller that is started anew learns from members, as they join again, which versions were decided. Members
+are incarnations: an older process of a rank never replaces a newer one. What a member says is checked (`admission`);
+one that cannot be believed is refused, and nobody else.
 
     with Controller(num_trainers=2, num_engine_ranks=2) as controller:
         Sender(controller.address, rank=0, …)
@@ -30,7 +32,8 @@ from weft.core import plan_file
 from weft.core.plan import Plan
 from weft.core.topology import Cluster, load_topology
 from weft.core.version import CommitPolicy, Decision, VersionLedger
-from weft.errors import ConfigError, PlanError, VersionError, WeftError
+from weft.errors import ConfigError, LayoutError, PlanError, ProtocolError, VersionError, WeftError
+from weft.runtime.admission import check_join, check_opened, check_side, check_written, unbelievable
 from weft.runtime.amax import AmaxExchange
 from weft.runtime.channel import BURST_SPIN_S, SPIN_S, Server
 from weft.runtime.matching import plan_members
@@ -43,26 +46,28 @@ from weft.runtime.messages import (
     Amax,
     At,
     Beat,
+    Blocked,
     Boundary,
     Committed,
+    Cut,
     Decide,
     Expect,
     Failed,
     Go,
     Join,
     Leave,
-    Loss,
     Open,
     Opened,
-    Part,
     Paused,
     Ready,
     Refused,
+    Stopped,
     ToController,
     Unknown,
     Verify,
     Want,
     Welcome,
+    Writer,
     Written,
     unpack,
 )
@@ -138,20 +143,19 @@ class Controller:
         self._plan_digest = ""
         self._amax = AmaxExchange({})
         self._must_plan = False
-        self._must_be_fresh = False
-        """A trainer was lost while it wrote."""
+        self._settled: set[int] = set()
+        """Incarnations of trainers that are gone and were not writing."""
         self._is_rebuilt = False
         self._transfer: Transfer | None = None
         self._wants: dict[int, int] = {}
         self._holds: dict[int, int | None] = {}
         """Engine rank → the version it serves; None where its weights are torn."""
-        self._uncommitted: set[int] = set()
+        self._uncommitted: dict[int, int] = {}
         """Engine ranks that were told to commit a version and have not done so."""
         self._steps: dict[int, tuple[int, int]] = {}
         """Engine rank → the last version it learned of, and the step it had reached then."""
         self._counts: Counter[str] = Counter()
         self._last_abort, self._last_version_s, self._last_wire_bytes = "", 0.0, 0
-        self._last_aborted: int | None = None
         self._planned = threading.Event()
         self._stop = threading.Event()
         self._server = Server(address, messages=ToController, **security)
@@ -240,11 +244,16 @@ class Controller:
             return
         known.last_heard = time.monotonic()
         try:
+            check_side(known.join.side, message)
             self._report(member, known, message)
-        except VersionError as error:
-            log.warning("%s: %s", member, error)
-            self._send(member, Refused(reason=str(error), hint=error.hint or ""))
-            self._lose(member, f"was refused: {error}")
+        except (ProtocolError, VersionError) as error:
+            self._refuse(member, error)
+
+    def _refuse(self, member: str, error: WeftError, *, is_settled: bool = False) -> None:
+        """One member cannot be believed, or does not fit: it alone has to go."""
+        log.warning("%s: %s", member, error)
+        self._send(member, Refused(reason=str(error), hint=error.hint or ""))
+        self._lose(member, f"was refused: {error}", is_settled=is_settled)
 
     def _turn_out(self, connection: str, member: str) -> None:
         """Answer a process that is no member: one that was replaced must end, others may join again."""
@@ -255,31 +264,57 @@ class Controller:
             self._server.send(connection, Unknown(controller=self._name))
 
     def _report(self, member: str, known: Member, message: Any) -> None:
-        rank = known.join.rank
         match message:
             case Beat():
                 self._send(member, Alive(controller=self._name))
             case Opened():
                 self._opened(known, message)
+            case Failed(version=version, reason=reason):
+                self._failed(member, known.join, version, reason)
+            case Leave(reason=reason):
+                self._lose(member, f"left: {reason}" if reason else "left")
+            case _ if known.join.side == "trainer":
+                self._trainer_report(member, known, message)
+            case _:
+                self._engine_report(member, known, message)
+
+    def _trainer_report(self, member: str, known: Member, message: Any) -> None:
+        rank = known.join.rank
+        match message:
             case Want(version=version):
+                self._ledger.check_number(version)
                 self._wants[rank] = version
                 self._let_go()
-            case Amax(version=version, group=group) if known.join.side == "trainer":
+            case Amax(version=version, group=group):
                 self._exchange(rank, version, group, message)
-            case Written(version=version, parts=parts, losses=losses):
-                self._written(rank, version, parts, losses)
+            case Written():
+                self._written(rank, message)
+            case Stopped(version=version, reason=reason):
+                self._stopped(member, known.join, version, reason)
+
+    def _engine_report(self, member: str, known: Member, message: Any) -> None:
+        rank = known.join.rank
+        match message:
+            case Blocked(round=number, reason=reason):
+                known.blocked = reason if number == self._who.round else ""
+                self._let_go()
             case At(version=version, step=step):
+                self._check_known(member, version, "is at a step of")
                 self._at(rank, version, step)
             case Paused(version=version):
+                self._check_known(member, version, "pauses for")
                 self._paused(rank, version)
             case Ready(version=version):
                 self._apply(self._ready(rank, version))
-            case Failed(version=version, reason=reason):
-                self._failed(member, known.join, version, reason)
             case Committed(version=version):
+                self._check_known(member, version, "serves")
                 self._engine_committed(rank, version)
-            case Leave(reason=reason):
-                self._lose(member, f"left: {reason}" if reason else "left")
+
+    def _check_known(self, member: str, version: int, what: str) -> None:
+        """Raise if a member speaks of a version that nobody has published."""
+        newest = self._transfer.version if self._transfer is not None else self._ledger.last_decided
+        if not 0 <= version <= max(newest, self._ledger.last_decided):
+            raise ProtocolError(f"{member} {what} version {version}, which was not published")
 
     def _look_at_clocks(self) -> None:
         for member, silent_s in self._who.silent_for(self._settings.silence_s).items():
@@ -293,20 +328,29 @@ class Controller:
 
     def _join(self, connection: str, join: Join) -> None:
         member = f"{join.side} {join.rank}"
-        if join.protocol != PROTOCOL or not self._who.fits(join):
-            reason = f"{member} (protocol {join.protocol}) does not fit {self._who.num}"
-            hint = "check ranks and the installed weft version"
-            self._server.send(connection, Refused(reason=reason, hint=hint))
+        try:
+            if join.protocol != PROTOCOL or not self._who.fits(join):
+                raise ProtocolError(
+                    f"{member} (protocol {join.protocol}) does not fit {self._who.num}",
+                    hint="check ranks and the installed weft version",
+                )
+            check_join(join)
+            incarnation = self._who.incarnation_of(join)
+        except WeftError as error:
+            log.warning("%s: %s", member, error)
+            self._server.send(connection, Refused(reason=str(error), hint=error.hint or ""))
             return
         if member in self._who.members:
             self._replace(member, connection)
-        self._who.add(connection, join)
+        self._who.add(connection, join, incarnation)
+        self._settled.discard(incarnation)
         if join.pending is not None:
-            self._uncommitted.add(join.rank)
+            self._uncommitted[join.rank] = join.pending
         if join.side == "engine":
             self._holds[join.rank] = join.holds
         welcome = Welcome(
             controller=self._name,
+            incarnation=incarnation,
             settings=self._settings,
             ranks_per_engine=self._who.ranks_per_engine,
             num_trainers=self._who.num["trainer"],
@@ -317,7 +361,7 @@ class Controller:
         self._plan_if_possible()
 
     def _replace(self, member: str, connection: str) -> None:
-        """A member joins anew: the same process again, or another one in its place."""
+        """A member joins anew: the same process again, or a newer one in its place."""
         old = self._who.members[member].connection
         self._lose(member, "joined anew")
         if old != connection:
@@ -328,7 +372,7 @@ class Controller:
         if not self._must_plan or not self._who.is_complete:
             return
         self._retire()
-        if self._transfer is not None or (self._uncommitted and self._must_be_fresh):
+        if self._transfer is not None or not self._rebuild():
             return
         self._must_plan = False
         self._who.round += 1
@@ -338,19 +382,44 @@ class Controller:
             self._refuse_all(error)
             return
         for member, known in self._who.members.items():
-            mine = {
-                choice.transport
-                for (trainer, engine), choice in self._links.items()
-                if (trainer if known.join.side == "trainer" else engine) == known.join.rank
-            }
-            message = Open(round=self._who.round, transports=sorted(mine), fresh=self._must_be_fresh)
+            transports = sorted(set(self._transports_of(known).values()))
+            message = Open(round=self._who.round, transports=transports)
+            if known.join.side == "engine":
+                message = Open(
+                    round=self._who.round,
+                    transports=transports,
+                    writers=self._writers_of(known),
+                    settled=sorted(self._settled),
+                )
             self._send(member, message)
-        self._must_be_fresh = False
+
+    def _transports_of(self, known: Member) -> dict[int, str]:
+        """What a member uses towards each member of the other side."""
+        mine = 0 if known.join.side == "trainer" else 1
+        return {
+            link[1 - mine]: choice.transport for link, choice in self._links.items() if link[mine] == known.join.rank
+        }
+
+    def _writers_of(self, engine: Member) -> list[Writer]:
+        """The trainers an engine rank offers its memory to."""
+        transports = self._transports_of(engine)
+        return [
+            Writer(
+                rank=known.join.rank,
+                incarnation=known.incarnation,
+                process=known.join.process,
+                place=known.join.place,
+                transport=transports[known.join.rank],
+            )
+            for known in self._who.members.values()
+            if known.join.side == "trainer"
+        ]
 
     def _opened(self, known: Member, message: Opened) -> None:
         if message.round != self._who.round:
             return
-        known.opened = message
+        check_opened(known.join, message, set(self._transports_of(known).values()))
+        known.opened, known.blocked = message, ""
         if self._who.has_opened:
             self._make_plan()
 
@@ -364,7 +433,7 @@ class Controller:
             transports = {link: choice.transport for link, choice in self._links.items()}
             parts = Parts(plan, digest, (trainers, engines), opened, transports, self._settings)
         except WeftError as error:
-            self._refuse_all(error)
+            self._refuse_misfits(error)
             return
         except Exception as error:  # a defect of ours: whoever reported last is not to blame
             log.exception("a defect while planning")
@@ -377,13 +446,29 @@ class Controller:
         for rank in trainers:
             self._send(f"trainer {rank}", parts.send_plan(rank))
         self._planned_round = who.round
-        if not self._is_rebuilt:
-            self._rebuild()
+        self._settled.clear()  # engines have heard of them
         self._planned.set()
         log.info("plan %s: %d bytes per version", self._plan_digest[:16], plan.total_bytes)
         for link, count in self.statistics().links.items():
             log.info("%d links: %s", count, link)
         self._let_go()
+
+    def _revoke(self, member: str, how: str) -> None:
+        """A member has lost its right to take part: engines close what a trainer could write to, at once."""
+        known = self._who.members[member]
+        self._send(member, Refused(reason=f"{member}: {how}"))
+        self._lose(member, how, is_settled=False)
+        if known.join.side == "trainer":
+            for engine in self._who.joins("engine"):
+                self._send(f"engine {engine}", Cut(incarnations=[known.incarnation]))
+
+    def _refuse_misfits(self, error: WeftError) -> None:
+        """Members do not fit together: those that differ from the others have to go; all, where that is not known."""
+        culprits = error.members if isinstance(error, LayoutError) else ()
+        if not culprits:
+            self._refuse_all(error)
+        for member in culprits:
+            self._refuse(member, error, is_settled=True)
 
     def _refuse_all(self, error: WeftError) -> None:
         """Both sides hear why they do not fit. Engines serve on, and may wait for other trainers."""
@@ -391,25 +476,42 @@ class Controller:
         for member, known in self._who.members.items():
             may_return = known.join.side == "engine"
             self._send(member, Refused(reason=str(error), hint=error.hint or "", may_return=may_return))
+            self._settled.add(known.incarnation)  # no version is under way
         self._who.members.clear()
         self._wants.clear()
         self._uncommitted.clear()  # who joins again says what it has not committed
 
-    def _rebuild(self) -> None:
-        """What members knew of versions when they joined: everything, if the controller before this one died."""
+    def _rebuild(self) -> bool:
+        """Once, when all are there: what members know of versions is everything, if a controller before this one died.
+
+        Before anything is opened: a version that some engines were told to commit is committed by the others, too.
+        False if a member had to go because its story cannot be true.
+        """
+        if self._is_rebuilt:
+            return True
+        joins = {member: known.join for member, known in self._who.members.items()}
+        liars = unbelievable(joins)
+        for member, what in liars.items():
+            self._refuse(member, ProtocolError(what))
+        if liars:
+            return False
         self._is_rebuilt = True
         engines = self._who.joins("engine")
         known = [version for join in engines.values() for version in (join.last, join.pending) if version is not None]
         committed = max(known, default=None)
-        offered = [join.last for join in self._who.joins("trainer").values() if join.last is not None]
-        self._ledger.restore(committed=committed, last_decided=max([*known, *offered], default=-1))
+        told = [version for join in joins.values() for version in (join.last, join.seen) if version is not None]
+        self._ledger.restore(committed=committed, last_decided=max([*known, *told], default=-1))
         for rank, join in engines.items():
             if committed is not None and join.ready == committed and join.pending is None and join.last != committed:
-                self._uncommitted.add(rank)
+                self._uncommitted[rank] = committed
                 self._send(f"engine {rank}", Decide(version=committed, commit=True))
+        return True
 
-    def _lose(self, member: str, how: str) -> None:
-        """A member is gone: abort what depends on it, and plan again when it comes back."""
+    def _lose(self, member: str, how: str, *, is_settled: bool = True) -> None:
+        """A member is gone: abort what depends on it, and plan again when it comes back.
+
+        `is_settled`: whether a trainer that was not told to write is known not to.
+        """
         known = self._who.remove(member, how)
         if known is None:
             return
@@ -421,9 +523,10 @@ class Controller:
             self._wants.pop(rank, None)
             if transfer is not None and rank in transfer.writers:
                 transfer.writers.discard(rank)
-                self._must_be_fresh = True
+            elif is_settled:
+                self._settled.add(known.incarnation)
         else:
-            self._uncommitted.discard(rank)
+            self._uncommitted.pop(rank, None)
             if transfer is not None:
                 transfer.unpaused -= set(self._who.ranks_of(rank // self._who.ranks_per_engine))
         self._apply(self._fail(known.join, how))
@@ -473,10 +576,7 @@ class Controller:
                     self._ledger.join(engine=engine, num_ranks=self._who.ranks_per_engine)
             self._ledger.publish(trainer=trainer, version=version)
         except VersionError as error:
-            is_late = version == self._last_aborted  # the others' failure is the reason, not the number
-            reason = self._last_abort if is_late else f"{error}: versions must grow"
-            refusal = Decide(version=version, commit=False, reason=reason)
-            self._send(f"trainer {trainer}", refusal)
+            self._send(f"trainer {trainer}", Decide(version=version, commit=False, reason=str(error)))
             return
         if self._transfer is None:
             self._begin(version)
@@ -510,11 +610,13 @@ class Controller:
         transfer.waiting.clear()
 
     def _turn_away(self) -> None:
-        """While a member is lost no version can be written: say so at once instead of letting trainers wait."""
-        if not self._who.lost:
+        """While a member is lost, or waits, no version can be written: say so at once, and for all trainers."""
+        obstacles = {member: f"{member} {how}" for member, how in self._who.lost.items()} | self._who.blocked
+        if not obstacles:
             return
-        reason = ", ".join(f"{member} {how}" for member, how in sorted(self._who.lost.items()))
-        for trainer, version in self._wants.items():
+        reason = ", ".join(obstacles[member] for member in sorted(obstacles))
+        for trainer, version in sorted(self._wants.items()):
+            self._ledger.refuse(version, reason)
             self._send(f"trainer {trainer}", Decide(version=version, commit=False, reason=reason))
         self._wants.clear()
 
@@ -543,17 +645,45 @@ class Controller:
         for holder, agreed in self._amax.add(version, trainer, group, keys, values).items():
             self._send(f"trainer {holder}", Agreed(version=version, group=group, values=agreed.tobytes()))
 
-    def _written(self, trainer: int, version: int, parts: list[Part], losses: list[Loss]) -> None:
-        transfer = self._transfer
+    def _written(self, trainer: int, message: Written) -> None:
+        version, transfer = message.version, self._transfer
         if transfer is None or transfer.version != version:
-            return
+            self._check_known(f"trainer {trainer}", version, "has written")
+            return  # it was over before
+        if trainer not in transfer.writers:
+            raise ProtocolError(f"trainer {trainer} has written version {version} without being told to")
+        check_written(trainer, message, transfer.engines, self._owed(trainer))
         transfer.writers.discard(trainer)
         transfer.finished.add(trainer)
-        transfer.parts += parts
-        for loss in losses if not transfer.is_decided else ():  # if it lives, it joins again
+        transfer.parts += message.parts
+        if not transfer.is_decided:
+            self._finish_writing(transfer, trainer, message)
+        self._let_go()
+
+    def _finish_writing(self, transfer: Transfer, trainer: int, message: Written) -> None:
+        """A trainer has written; engines it could not reach are lost, and the others verify when all have written."""
+        is_written = self._ledger.written(trainer=trainer, version=transfer.version)
+        for loss in message.losses:  # if it lives, it joins again
             self._lose(f"engine {loss.engine}", f"could not be written to by trainer {trainer}: {loss.reason}")
-        if not transfer.is_decided and len(transfer.finished) == self._who.num["trainer"]:
+        if is_written and not transfer.is_decided:
             self._verify(transfer)
+
+    def _owed(self, trainer: int) -> dict[int, int] | None:
+        """The bytes a trainer writes to each engine rank; None where patches, of any length, are written."""
+        if self._plan is None or self._settings.delta is DeltaPolicy.ON:
+            return None
+        return {engine: int(n) for engine, n in enumerate(self._plan.pair_bytes[trainer]) if n}
+
+    def _stopped(self, member: str, join: Join, version: int, reason: str) -> None:
+        """A trainer is not writing a version that it was told to write: nobody waits for it any longer."""
+        transfer = self._transfer
+        if transfer is None or transfer.version != version:
+            self._check_known(member, version, "has stopped")
+            return
+        transfer.writers.discard(join.rank)
+        if not transfer.is_decided:
+            log.warning("%s stopped writing version %d: %s", member, version, reason)
+            self._apply(self._fail(join, reason))
         self._let_go()
 
     def _verify(self, transfer: Transfer) -> None:
@@ -583,12 +713,12 @@ class Controller:
     def _failed(self, member: str, join: Join, version: int, reason: str) -> None:
         transfer = self._transfer
         if join.side == "engine" and (transfer is None or transfer.is_decided):
-            if join.rank in self._uncommitted:  # it will not commit what was decided
+            if self._uncommitted.get(join.rank) == version:  # it will not commit what was decided
                 log.warning("%s could not commit version %d: %s", member, version, reason)
-                self._uncommitted.remove(join.rank)
+                del self._uncommitted[join.rank]
                 self._holds[join.rank] = None
             self._finish()
-        if transfer is None or transfer.version != version:
+        if transfer is None or transfer.version != version or transfer.is_decided:
             if join.side == "trainer" and self._wants.get(join.rank) == version:
                 del self._wants[join.rank]
             return
@@ -604,9 +734,11 @@ class Controller:
         return self._ledger.engine_failed(join.rank // self._who.ranks_per_engine, f"rank {join.rank}: {reason}")
 
     def _engine_committed(self, rank: int, version: int) -> None:
+        if self._uncommitted.get(rank) != version:
+            return  # it said so when it joined
         log.debug("engine %d serves version %d", rank, version)
         self._holds[rank] = version
-        self._uncommitted.discard(rank)
+        del self._uncommitted[rank]
         self._finish()
         self._let_go()
 
@@ -630,7 +762,7 @@ class Controller:
             return
         transfer.is_decided, transfer.is_commit = True, decision.commit
         commits = {rank for engine in decision.engines for rank in self._who.ranks_of(engine)}
-        self._uncommitted |= commits & set(self._who.joins("engine"))
+        self._uncommitted |= dict.fromkeys(commits & set(self._who.joins("engine")), decision.version)
         for rank in self._who.joins("engine"):
             message = Decide(version=decision.version, commit=True)
             if rank not in commits:
@@ -647,7 +779,7 @@ class Controller:
 
     def _abort(self, decision: Decision) -> None:
         self._counts["aborted"] += 1
-        self._last_abort, self._last_aborted = decision.reason, decision.version
+        self._last_abort = decision.reason
         log.warning("version %d was aborted: %s", decision.version, decision.reason)
         for rank in self._who.joins("trainer"):
             message = Decide(version=decision.version, commit=False, reason=decision.reason)

@@ -14,7 +14,7 @@ from weft.core.layout import DTYPE_BYTES
 from weft.core.runs import expand_runs
 from weft.errors import LayoutError
 from weft.runtime.weights import Allocate, Held, Weights
-from weft.transport.base import Column
+from weft.transport.base import Column, Memory
 
 ALIGN = 256
 
@@ -35,19 +35,20 @@ class Landing:
     keep: Any
 
 
-def in_staging(weights: Weights, allocate: Allocate) -> Landing:
+def in_staging(weights: Weights, allocate: Allocate) -> tuple[Landing, Memory]:
     """Staging memory for all weights; nothing of the engine is touched before commit."""
     contiguous = [replace(held, strides=_row_major(held.extent)) for held in weights.held]
     sizes = [-(-held.span_bytes // ALIGN) * ALIGN for held in contiguous]
     memory = allocate(max(sum(sizes), ALIGN))
     starts = (memory.address + np.concatenate([[0], np.cumsum(sizes)[:-1]]).astype(np.int64)).tolist()
     staged = [replace(held, address=start) for held, start in zip(contiguous, starts, strict=True)]
-    return Landing(
+    landing = Landing(
         addresses=tuple(starts),
         ranges=((memory.address, memory.num_bytes),),
         copy=_copy_rows(staged, weights.held),
         keep=memory,
     )
+    return landing, memory
 
 
 def in_live(weights: Weights) -> Landing:

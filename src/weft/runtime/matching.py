@@ -165,17 +165,37 @@ def _names(held: HeldShard, wanted: set[str]) -> list[str]:
 def _trainer_layout(trainers: Mapping[int, Join], wanted: set[str]) -> Layout:
     tensors: dict[str, Tensor] = {}
     shards = []
+    _check_agreement(trainers)
     for rank, join in trainers.items():
         for held in join.held:
             for name in _names(held, wanted):
-                tensor = Tensor(name=name, dtype=held.dtype, shape=held.shape)
-                if tensors.setdefault(name, tensor) != tensor:
-                    raise LayoutError(
-                        f"trainer {rank} has `{name}` as {held.dtype} {list(held.shape)}, others as "
-                        f"{tensors[name].dtype} {list(tensors[name].shape)}"
-                    )
+                tensors.setdefault(name, Tensor(name=name, dtype=held.dtype, shape=held.shape))
                 shards.append(Shard(tensor=name, rank=rank, lo=held.lo, extent=held.extent, strides=held.strides))
     return Layout.from_shards(list(tensors.values()), shards, num_ranks=len(trainers))
+
+
+def _check_agreement(trainers: Mapping[int, Join]) -> None:
+    """Raise, naming those that differ from most others, unless all trainers hold parts of the same tensors."""
+    kinds: dict[str, dict[tuple[str, tuple[int, ...]], set[int]]] = {}
+    for rank, join in trainers.items():
+        for held in join.held:
+            kinds.setdefault(held.name, {}).setdefault((held.dtype, held.shape), set()).add(rank)
+    problems, culprits = [], set()
+    for name, found in kinds.items():
+        if len(found) > 1:
+            (dtype, shape), _ = max(found.items(), key=lambda item: (len(item[1]), -min(item[1])))
+            for kind, ranks in found.items():
+                if kind != (dtype, shape):
+                    culprits |= ranks
+                    who = ", ".join(map(str, sorted(ranks)))
+                    problems.append(
+                        f"{name}: {kind[0]} {list(kind[1])} on trainer {who}, {dtype} {list(shape)} on the others"
+                    )
+    if problems:
+        members = tuple(f"trainer {rank}" for rank in sorted(culprits))
+        raise LayoutError(
+            f"{', '.join(members)} differs from the other trainers", problems=tuple(problems), members=members
+        )
 
 
 def _recipe(engines: Mapping[int, Join], matched: _Matched, *, num_replicas: int) -> Recipe:

@@ -59,6 +59,9 @@ class ControlThread:
         self.settings = TransferSettings()
         """The controller's, once it has answered."""
         self.ranks_per_engine, self.num_trainers = 1, 1
+        self.incarnation = 0
+        """What controllers call this process among those of its rank; 0 before one has answered."""
+        self._made = time.monotonic()
         self._must_join = True
         self._is_joined = False
         """Whether the controller has answered; what is posted before waits."""
@@ -71,6 +74,11 @@ class ControlThread:
     def start(self) -> None:
         """Begin listening, and join."""
         self._thread.start()
+
+    @property
+    def age_s(self) -> float:
+        """How long ago the member was made."""
+        return time.monotonic() - self._made
 
     def post(self, message: Any) -> None:
         """Send a message soon, from any thread."""
@@ -162,7 +170,7 @@ class ControlThread:
         self._is_lost = False
         match message:
             case Welcome():
-                self.settings = message.settings
+                self.settings, self.incarnation = message.settings, message.incarnation
                 self.ranks_per_engine, self.num_trainers = message.ranks_per_engine, message.num_trainers
                 self._is_joined = True
                 self._duties.joined()

@@ -6,6 +6,7 @@ written. What was opened in an earlier round does not count.
 
 from __future__ import annotations
 
+import secrets
 import time
 from dataclasses import dataclass
 from typing import Literal
@@ -13,10 +14,13 @@ from typing import Literal
 import msgspec
 
 from weft.config import DeltaPolicy, ReceiverMode, TransferSettings
+from weft.errors import ProtocolError
 from weft.runtime.messages import Join, Opened
 from weft.transport.registry import Choice, choose
 
 Side = Literal["trainer", "engine"]
+MAX_CLOCK_STEP_NS = 86_400 * 10**9
+"""How far the clocks of two controllers may differ."""
 
 
 @dataclass(slots=True)
@@ -26,8 +30,11 @@ class Member:
     connection: str
     """Names the process behind the member: one that was replaced is told apart from its successor."""
     join: Join
+    incarnation: int
     last_heard: float
     opened: Opened | None = None
+    blocked: str = ""
+    """Why it cannot open, where it has to wait."""
 
 
 class Membership:
@@ -39,7 +46,9 @@ class Membership:
         self.members: dict[str, Member] = {}
         self.lost: dict[str, str] = {}
         """Members that are gone, and how; until they join again."""
-        self.round = 0
+        self.round = secrets.randbits(40)
+        """Rounds of different controllers have different numbers: what was meant for another is not confused."""
+        self._newest: dict[tuple[Side, int], int] = {}
         self._names: dict[str, str] = {}
         """Connection → the member it joined as, also of those that are gone."""
 
@@ -47,12 +56,42 @@ class Membership:
         """Whether there is such a rank."""
         return 0 <= join.rank < self.num[join.side]
 
-    def add(self, connection: str, join: Join) -> None:
+    def incarnation_of(self, join: Join) -> int:
+        """What a process is called: when it was made, by this clock, unless a controller has called it before.
+
+        Raises ProtocolError if a newer process of its rank is known: one that was stopped for a while, and replaced,
+        does not replace its successor.
+        """
+        now = time.time_ns()
+        number = join.incarnation or max(now - int(join.age_s * 1e9), 1)
+        if number > now + MAX_CLOCK_STEP_NS:
+            raise ProtocolError(f"{join.side} {join.rank} says it is incarnation {number}, of the future")
+        newest = self._newest.get((join.side, join.rank), 0)
+        if number < newest:
+            raise ProtocolError(
+                f"a newer process has joined as {join.side} {join.rank}", hint="end this one: every rank is one process"
+            )
+        return number
+
+    def add(self, connection: str, join: Join, incarnation: int) -> None:
         """A process has joined."""
         member = f"{join.side} {join.rank}"
         self._names[connection] = member
-        self.members[member] = Member(connection, join, time.monotonic())
+        self.members[member] = Member(connection, join, incarnation, time.monotonic())
         self.lost.pop(member, None)
+        self._learn(join.side, join.rank, incarnation)
+        for other in join.offered:
+            self._learn("trainer", other.rank, min(other.incarnation, time.time_ns()))
+
+    def _learn(self, side: Side, rank: int, incarnation: int) -> None:
+        """The newest incarnation of a rank, as far as is known."""
+        if 0 <= rank < self.num[side]:
+            self._newest[side, rank] = max(self._newest.get((side, rank), 0), incarnation)
+
+    @property
+    def blocked(self) -> dict[str, str]:
+        """Members that wait, and for what."""
+        return {member: known.blocked for member, known in self.members.items() if known.blocked}
 
     def remove(self, member: str, how: str) -> Member | None:
         """A member is gone; None if it was not there."""

@@ -1,8 +1,9 @@
-"""Everything that travels on the control plane. Version 4.
+"""Everything that travels on the control plane. Version 5.
 
-    member → controller   Join, Opened, Want, Amax, Written, At, Paused, Ready, Failed, Committed, Beat, Leave
-    controller → member   Welcome, Refused, Unknown, Open, SendPlan, ReceivePlan, Expect, Go, Agreed, Verify, Boundary,
-                          Decide, Alive
+    member → controller   Join, Opened, Blocked, Want, Amax, Written, Stopped, At, Paused, Ready, Failed, Committed,
+                          Beat, Leave
+    controller → member   Welcome, Refused, Unknown, Open, Cut, SendPlan, ReceivePlan, Expect, Go, Agreed, Verify,
+                          Boundary, Decide, Alive
 
 Columns of numbers travel as little-endian 8-byte integers.
 """
@@ -16,9 +17,10 @@ import numpy as np
 
 from weft.config import TransferSettings
 from weft.transport.base import Column, Descriptor, Endpoint
+from weft.transport.host import ProcessIdentity
 from weft.transport.registry import Place
 
-PROTOCOL = 4
+PROTOCOL = 5
 STEPS_AHEAD = 2
 """How many steps an engine rank may go on while the ranks of its engine agree on a boundary."""
 
@@ -40,6 +42,24 @@ class HeldShard(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     strides: tuple[int, ...]
 
 
+class Writer(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """One incarnation of a trainer that an engine rank offers memory to."""
+
+    rank: int
+    incarnation: int
+    process: ProcessIdentity
+    place: Place
+    transport: str
+    """What it writes through."""
+
+
+class Offered(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """An incarnation of a trainer that an engine has offered memory to."""
+
+    rank: int
+    incarnation: int
+
+
 class Join(_Message, frozen=True):
     """A member is there, with these weights; also what it knows of versions, for a controller that was restarted."""
 
@@ -48,14 +68,23 @@ class Join(_Message, frozen=True):
     rank: int
     held: list[HeldShard]
     place: Place
+    process: ProcessIdentity
+    age_s: float
+    """How long ago the member was made, by its own clock."""
+    incarnation: int = 0
+    """As a controller called it before; 0: none has."""
     last: int | None = None
     """Trainers: the highest version they were told to write. Engines: the version they serve."""
+    seen: int | None = None
+    """Engines: the highest version they were told of."""
     pending: int | None = None
     """Engines: a version that was decided but is not visible yet."""
     ready: int | None = None
     """Engines: a version that is whole and verified, but not decided as far as they know."""
     holds: int | None = None
     """Engines: the version a patch could be applied to."""
+    offered: list[Offered] = []
+    """Engines: the newest trainers they know of."""
 
 
 class Offer(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -75,6 +104,13 @@ class Opened(_Message, frozen=True):
     patch_address: int = 0
     """Engines that take patches: where these may land."""
     patch_bytes: int = 0
+
+
+class Blocked(_Message, frozen=True):
+    """An engine rank cannot open yet: a writer that was lost could still write into its live weights."""
+
+    round: int
+    reason: str
 
 
 class Want(_Message, frozen=True):
@@ -113,11 +149,18 @@ class Loss(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
 
 
 class Written(_Message, frozen=True):
-    """A trainer has written all it owes for a version, or has stopped writing it."""
+    """A trainer has written all it owes for a version, except to engine ranks it could not write to."""
 
     version: int
     parts: list[Part]
     losses: list[Loss]
+
+
+class Stopped(_Message, frozen=True):
+    """A trainer that was told to write a version is not writing, and has not written all of it."""
+
+    version: int
+    reason: str
 
 
 class At(_Message, frozen=True):
@@ -167,6 +210,8 @@ class Welcome(_Message, frozen=True):
 
     controller: str
     """Names this run of the controller."""
+    incarnation: int
+    """What this process is called from now on; later ones of the same rank have higher numbers."""
     settings: TransferSettings
     ranks_per_engine: int
     num_trainers: int
@@ -192,8 +237,16 @@ class Open(_Message, frozen=True):
 
     round: int
     transports: list[str]
-    fresh: bool
-    """A writer was lost while it wrote: memory it may still reach must not be used again."""
+    writers: list[Writer] = []
+    """Engines: the trainers of this round. None of them is writing."""
+    settled: list[int] = []
+    """Engines: incarnations that are gone, and were not writing."""
+
+
+class Cut(_Message, frozen=True):
+    """Trainers that have lost their right to write: close what they reach, now."""
+
+    incarnations: list[int]
 
 
 class Target(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -319,12 +372,15 @@ class Alive(_Message, frozen=True):
     controller: str
 
 
-ToController = Join | Opened | Want | Amax | Written | At | Paused | Ready | Failed | Committed | Beat | Leave
+FromTrainer = Join | Opened | Want | Amax | Written | Stopped | Failed | Beat | Leave
+FromEngine = Join | Opened | Blocked | At | Paused | Ready | Failed | Committed | Beat | Leave
+ToController = FromTrainer | FromEngine
 ToMember = (
     Welcome
     | Refused
     | Unknown
     | Open
+    | Cut
     | SendPlan
     | ReceivePlan
     | Expect

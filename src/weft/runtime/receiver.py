@@ -6,8 +6,9 @@
             if (update := receiver.poll()) is not None:      # staged, verified, decided
                 update.commit()                              # the only pause
 
-consumes      Expect, Verify, Boundary, Decide from the controller; bytes that land; `poll` and `commit` of the engine
-produces      At, Paused, Ready, Failed, Committed
+consumes      Open, Cut, Expect, Verify, Boundary, Decide from the controller; bytes that land; the engine's `poll` and
+              `commit`
+produces      Opened, Blocked, At, Paused, Ready, Failed, Committed
 waits for     in `commit` in place: the decision        unblocked by   Decide, a lost controller, a deadline
 
 Mode `shadow`: writers only ever touch staging memory, so nothing of the engine changes before `commit`, and a late
@@ -23,22 +24,26 @@ lies beyond the step of the furthest.
 
 from __future__ import annotations
 
+import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Self
 
 from weft.config import CompressionPolicy, DeltaPolicy, DigestPolicy, ReceiverMode
 from weft.devices import CPU, device_work
 from weft.errors import IntegrityError, ProtocolError, TransferTimeout, WeftError
 from weft.runtime.arrivals import STEP_BYTES, Arrivals, Stream, spare_core
+from weft.runtime.exposure import Exposure, has_ended, named
 from weft.runtime.member import ControlThread
 from weft.runtime.messages import (
     PROTOCOL,
     STEPS_AHEAD,
     At,
+    Blocked,
     Boundary,
     Committed,
+    Cut,
     Decide,
     Expect,
     Failed,
@@ -49,6 +54,7 @@ from weft.runtime.messages import (
     Ready,
     ReceivePlan,
     Verify,
+    Writer,
 )
 from weft.runtime.patch_intake import PatchIntake, Target
 from weft.runtime.reachable import ReachableMemory
@@ -56,11 +62,14 @@ from weft.runtime.sender import held_shard
 from weft.runtime.transports import OpenTransports
 from weft.runtime.weights import Weights
 from weft.transport.base import Transport
+from weft.transport.host import ProcessIdentity
 
 FOLLOW_S = 0.001
 """How long to wait between looks at what has landed."""
 BUSY_S = 0.01
 """The same when all cores are busy, perhaps with writing."""
+LOOK_S = 0.1
+"""How long to wait between looks at writers that were lost."""
 ARRIVING_S = 0.00005
 """The same when everything was sent: the last bytes, or their announcement, come any moment."""
 
@@ -108,6 +117,15 @@ class Receiver:
             self.member, rank=rank, device=weights.device, controller=address, given=transport
         )
         self._memory = ReachableMemory(weights, self._transports)
+        self._place = self._transports.place(shareable=weights.rehome is not None)
+        self._exposure = Exposure(self._place)
+        self._writers: list[Writer] = []
+        """Trainers of the present round."""
+        self._opening: Open | None = None
+        """What waits for lost writers, or for a commit."""
+        self._next_look = 0.0
+        self._blocked: tuple[int, str] | None = None
+        """What was said about waiting, in which round."""
         self._device = weights.device
         self._work = device_work(weights.device)
         self._intake = PatchIntake(self.member, weights.device)
@@ -314,6 +332,7 @@ class Receiver:
 
     def _pause(self, version: int) -> None:
         """With the lock held: the engine stands still, writers may come."""
+        self._exposure.offer(self._writers)
         self._paused, self._decision, self._pause_began = True, None, time.monotonic()
         self._control.listen_closely(for_now=True)
         self._control.post(Paused(version=version))
@@ -351,17 +370,21 @@ class Receiver:
         """How to join, with what is known of versions."""
         with self._changed:
             staged = self._control.settings.mode is not ReceiverMode.IN_PLACE
-            weights = self._memory.weights
             return Join(
                 protocol=PROTOCOL,
                 side="engine",
                 rank=self._rank,
-                held=[held_shard(held) for held in weights.held],
-                place=self._transports.place(shareable=weights.rehome is not None),
+                held=[held_shard(held) for held in self._memory.weights.held],
+                place=self._place,
+                process=ProcessIdentity.of(os.getpid()),
+                age_s=self._control.age_s,
+                incarnation=self._control.incarnation,
                 last=self._version,
+                seen=self._expected,
                 pending=self._pending if staged else None,
                 ready=self._ready if staged else None,
                 holds=self._holds,
+                offered=self._exposure.newest,
             )
 
     def joined(self) -> None:
@@ -374,7 +397,10 @@ class Receiver:
         """A message from the controller."""
         match message:
             case Open():
-                self._open(message)
+                self._opening = message
+                self._open_if_possible()
+            case Cut(incarnations=incarnations):
+                self._cut(set(incarnations))
             case ReceivePlan(sources=sources):
                 if self._has_patches:
                     self._intake.plan(sources)
@@ -395,28 +421,86 @@ class Receiver:
             case Decide():
                 self._decide(message)
 
+    def _open_if_possible(self) -> None:
+        """Open when no writer that was lost can reach the memory that will be used; otherwise look again later."""
+        message = self._opening
+        if message is None:
+            return
+        unsettled = self._exposure.unsettled(message.writers, message.settled)
+        if unsettled and not self._keep_out(unsettled):
+            return
+        try:
+            self._open(message)
+        except (MemoryError, OSError, RuntimeError) as error:
+            if not self._memory.num_quarantined:
+                raise
+            self._block(f"there is no memory to land in while a lost writer could still use the old one: {error}")
+
+    def _keep_out(self, unsettled: Sequence[Writer]) -> bool:
+        """Take memory out of the reach of lost writers; False where that has to wait."""
+        can_move = self._memory.weights.rehome is not None
+        beyond = self._exposure.beyond_reach(unsettled, moved=self._memory.is_live and can_move)
+        if beyond and self._memory.is_live:
+            self._block(f"{named(beyond)} was lost and could still write into its live weights")
+            return False
+        with self._changed:
+            if self._pending is not None:
+                return False  # what was decided is in that memory: it is committed first
+            self._intake.end_old(self._control.settings.silence_s)
+            self._arrivals, self._sent, self._ready = None, None, None
+            self._memory.close_transports(beyond)
+            if self._memory.give_up(beyond):
+                self._intake.forget_staged()
+        self._exposure.forget_all()
+        return True
+
+    def _block(self, reason: str) -> None:
+        """No version can come before lost writers have ended; the controller hears why, once."""
+        message = self._opening
+        assert message is not None
+        blocked = f"{self.member} waits: {reason}"
+        if self._blocked != (message.round, blocked):
+            self._blocked = message.round, blocked
+            self._control.post(Blocked(round=message.round, reason=blocked))
+        if self._poison is not None:
+            self._poison = reason
+
+    def _cut(self, incarnations: set[int]) -> None:
+        """Some trainers have lost their right to write: close everything now, and open anew in the next round."""
+        revoked = [writer for writer in self._writers if writer.incarnation in incarnations]
+        if not revoked:
+            return
+        self._exposure.offer(revoked)
+        self._exposure.revoke(incarnations)
+        self._arrivals, self._sent = None, None
+        self._memory.close_transports(self._exposure.beyond_reach(revoked, moved=False))
+
     def _open(self, message: Open) -> None:
         """Open transports and make the memory that will be written ready."""
         settings = self._control.settings
-        if message.fresh:
-            self._memory.cut_off()
-            self._intake.forget_staged()
-            self._ready = None
         self._transports.open(message.transports, settings)
+        self._transports.forget_arrivals()
         if self._has_patches:
             self._memory.make_room_for_patches(self._control.num_trainers, settings.chunk_bytes_on(self._device))
+        self._writers = message.writers
         if settings.mode is ReceiverMode.SHADOW:
             self._memory.stage()
-            self._control.post(self._memory.offer(message.round))
+            self._offer(message.round)
         elif self._has_patches:  # nobody else writes into the live weights
             self._memory.land_in_live()
-            self._control.post(self._memory.offer(message.round))
+            self._offer(message.round)
         else:
             rehome = not self._memory.is_open and "shm" in message.transports
             with self._changed:
                 self._engine_task = lambda: self._open_live(message.round, rehome=rehome)
                 self._changed.notify_all()
             self._on_wanted(None)
+        self._opening = None
+
+    def _offer(self, number: int) -> None:
+        """From now on a trainer may write at any time: the controller need not be heard again for that."""
+        self._exposure.offer(self._writers)
+        self._control.post(self._memory.offer(number))
 
     def _open_live(self, number: int, *, rehome: bool) -> None:
         """On the engine's thread: nothing runs that could look at its tensors while they move."""
@@ -503,12 +587,24 @@ class Receiver:
         if self._paused:
             self._decision, self._is_idle = decision, False
         if self._paused and decision.commit:
+            self._exposure.forget_all()  # all have written; none may again before the next pause
             self._serve(decision.version)
         else:
             self._clear_pending()
         self._changed.notify_all()
 
     def idle(self) -> float | None:
+        """Look at writers that were lost, and at what has landed."""
+        again_s = self._follow_version()
+        if self._opening is None and not self._memory.num_quarantined:
+            return again_s
+        if time.monotonic() >= self._next_look:
+            self._next_look = time.monotonic() + LOOK_S
+            self._memory.release_quarantine(lambda writer: has_ended(writer, self._place))
+            self._open_if_possible()
+        return LOOK_S if again_s is None else min(again_s, LOOK_S)
+
+    def _follow_version(self) -> float | None:
         """Take in what has landed; verify when all of it is here."""
         arrivals = self._arrivals
         if arrivals is None:

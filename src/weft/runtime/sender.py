@@ -6,7 +6,7 @@
         publication.wait_committed()                 # every engine serves version 1
 
 consumes      versions from the trainer, plans and permissions from the controller
-produces      one-sided writes; what was written, to the controller
+produces      one-sided writes; Written or, where it could not write everything, Failed and then Stopped
 waits for     Go, on the writer thread                    unblocked by   Go, Decide, a lost controller, deadlines
 
 Publications are written one after the other, each when the controller lets it: when every engine has committed the
@@ -15,6 +15,7 @@ one before.
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -40,6 +41,7 @@ from weft.runtime.messages import (
     Opened,
     Part,
     SendPlan,
+    Stopped,
     Want,
     Written,
 )
@@ -50,6 +52,7 @@ from weft.runtime.stages import RunStages, send_version
 from weft.runtime.transports import OpenTransports
 from weft.runtime.weights import Held, Weights
 from weft.transport.base import Batch, Transport
+from weft.transport.host import ProcessIdentity
 
 _MASK = (1 << 64) - 1
 JOIN_S = 60.0
@@ -71,6 +74,28 @@ class Publication:
         self.write_s: float | None = None
         """How long the writes themselves took, once they are done."""
         self._job: Job | None = None
+        self._lock = threading.Lock()
+
+    def _accept(self, go: Go) -> bool:
+        """It may be written now; False if it was given up before."""
+        with self._lock:
+            if self._decided.is_set():
+                return False
+            self._go = go
+        self._may_write.set()
+        return True
+
+    def _settle(self, error: WeftError | None) -> None:
+        """It is committed, or failed with an error. Wakes all waiters."""
+        with self._lock:
+            self._error = self._error or error
+            self._decided.set()
+        if error is not None and self._job is not None:
+            self._job.stop(error)
+        self._may_write.set()
+        if self._go is None:  # and never will be
+            self._released.set()
+            self._ended.set()
 
     def _begin(self, job: Job) -> None:
         """It is being written now; whoever gives it up stops the job."""
@@ -93,14 +118,29 @@ class Publication:
         self._wait(self._released, timeout_s, "written")
 
     def wait_committed(self, timeout_s: float = 60.0) -> None:
-        """Wait until every engine serves the version; raises VersionError if it was aborted."""
+        """Wait until every engine serves the version; raises VersionError if it was aborted.
+
+        A publication that failed has ended when this raises: nothing reads the weights, and the next can be published.
+        """
         self._wait(self._decided, timeout_s, "committed everywhere")
 
     def _wait(self, event: threading.Event, timeout_s: float, what: str) -> None:
+        deadline = time.monotonic() + timeout_s
         if not event.wait(timeout_s):
             raise TransferTimeout(f"version {self.version} was not {what} after {timeout_s:.1f} s")
-        if self._error is not None:
-            raise self._error
+        if self._error is None:
+            return
+        if not self._ended.wait(max(deadline - time.monotonic(), 0.0)):
+            raise TransferTimeout(
+                f"version {self.version} failed and is still being written after {timeout_s:.1f} s: {self._error}",
+                hint="wait again: the weights are read until its writes have stopped",
+            ) from self._error
+        raise self._error
+
+    def _check(self) -> None:
+        """Raise why it was given up before it began, if it was."""
+        if self._decided.is_set():
+            raise self._error or VersionError(f"version {self.version} was decided before it was written")
 
     @property
     def is_decided(self) -> bool:
@@ -194,10 +234,9 @@ class Sender:
                     f"{self.member} may not write version {publication.version} after {self._timeout_s:.1f} s",
                     hint="are all members there? has every engine committed the version before?",
                 )
-            if publication._go is not None and not publication.is_decided:
+            if publication._go is not None:
+                publication._check()
                 self._write(publication, publication._go)
-            elif publication._go is not None:  # decided before it began: nothing is being written
-                self._control.post(Written(version=publication.version, parts=[], losses=[]))
         except WeftError as error:
             self._give_up(publication, error)
         except Exception as error:  # a defect of ours: nobody looks at this thread's result, so it is reported here
@@ -207,26 +246,31 @@ class Sender:
             publication._ended.set()
 
     def _give_up(self, publication: Publication, error: WeftError) -> None:
-        """Tell the controller and whoever waits for the publication."""
-        self._control.post(Failed(version=publication.version, reason=str(error)))
-        self._decide(publication, error)
+        """Tell the controller and those who wait, at once; then see that nothing is being written any more."""
+        version = publication.version
+        self._control.post(Failed(version=version, reason=str(error)))
+        publication._settle(error)
+        if publication._job is not None and not self._drain(publication._job):
+            self.failed(TransferTimeout(f"{self.member} cannot stop writing version {version}"))
+            self._control.close()  # the controller must treat this writer as lost
+        elif publication._go is not None:
+            self._control.post(Stopped(version=version, reason=str(error)))
 
     def _write(self, publication: Publication, go: Go) -> None:
-        """Write, and report. The report comes when nothing is being written any more, whatever happened."""
-        written = Written(version=go.version, parts=[], losses=[])
+        """Write everything, and report it."""
         began = time.monotonic()
         deadline = began + self._control.settings.version_s
         job = Job(go, deadline, member=self.member, on_released=publication._released.set)
-        try:
-            publication._begin(job)
-            self._work.synchronize()  # what the trainer queued before it published must be in memory
-            assert self._sending is not None
-            sent = send_version(self._sending, job, self._control.post, self.run_stages)
-            written = self._report(go.version, sent)
-            publication.write_s = time.monotonic() - began
-        finally:
-            self._drain(publication, job)
-            self._control.post(written)
+        publication._begin(job)
+        self._work.synchronize()  # what the trainer queued before it published must be in memory
+        assert self._sending is not None
+        sent = send_version(self._sending, job, self._control.post, self.run_stages)
+        if not all(ticket.done for ticket in job.tickets):
+            late = "; ".join(s.loss for s in sent.values() if s.loss)
+            raise TransferTimeout(f"{self.member} could not write all of version {go.version} in time: {late}")
+        written = self._report(go.version, sent)
+        publication.write_s = time.monotonic() - began
+        self._control.post(written)
 
     def _report(self, version: int, sent: dict[int, Sent]) -> Written:
         """What was written, and what could not be."""
@@ -244,16 +288,16 @@ class Sender:
         losses = [Loss(engine=engine, reason=s.loss) for engine, s in sent.items() if s.loss]
         return Written(version=version, parts=parts, losses=losses)
 
-    def _drain(self, publication: Publication, job: Job) -> None:
+    @staticmethod
+    def _drain(job: Job) -> bool:
         """Wait for the end of writes that were given up: until then their memory belongs to no other version."""
         job.cancel()
         deadline = time.monotonic() + DRAIN_S
         while not all(ticket.done for ticket in job.tickets):
             if time.monotonic() > deadline:
-                self.failed(TransferTimeout(f"{self.member} cannot stop writing version {publication.version}"))
-                self._control.close()  # the controller must treat this writer as lost
-                return
+                return False
             time.sleep(0.001)
+        return True
 
     def join_message(self) -> Join | None:
         """How to join; not while a write is under way, which a new controller would not know of."""
@@ -265,6 +309,9 @@ class Sender:
             rank=self._rank,
             held=[held_shard(held) for held in self._weights.held],
             place=self._transports.place(shareable=True),
+            process=ProcessIdentity.of(os.getpid()),
+            age_s=self._control.age_s,
+            incarnation=self._control.incarnation,
             last=self._last_begun,
         )
 
@@ -297,17 +344,15 @@ class Sender:
                     self._sending.committed(version)
                 if publication is not None:
                     aborted = VersionError(f"version {version} was aborted: {reason}")
-                    self._decide(publication, None if commit else aborted)
+                    publication._settle(None if commit else aborted)
 
     def _go(self, version: int, message: Go) -> None:
-        """A version's turn; one that nobody waits for any more is reported as done, so that nobody waits for it."""
-        publication = self._publications.get(version)
-        if publication is None or publication.is_decided:
-            self._control.post(Written(version=version, parts=[], losses=[]))
-            return
+        """A version's turn. One that was given up is not written, and the controller hears so at once."""
         self._last_begun = version
-        publication._go = message
-        publication._may_write.set()
+        publication = self._publications.get(version)
+        if publication is None or not publication._accept(message):
+            error = publication._error if publication is not None else None
+            self._control.post(Stopped(version=version, reason=f"{self.member} gave it up: {error or 'it is over'}"))
 
     def _open(self, number: int, names: list[str]) -> None:
         self._transports.open(names, self._control.settings)
@@ -325,20 +370,10 @@ class Sender:
         """Nothing to do between messages."""
         return None
 
-    def _decide(self, publication: Publication, error: WeftError | None) -> None:
-        """The version is committed, or failed with an error; whoever waits for it goes on."""
-        publication._error = publication._error or error
-        if error is not None and publication._job is not None:
-            publication._job.stop(error)
-        publication._decided.set()
-        publication._may_write.set()
-        if publication._go is None:
-            publication._released.set()
-
     def controller_lost(self, error: WeftError) -> None:
         """Versions under way have failed; later ones may work when the controller is back."""
         for publication in list(self._publications.values()):
-            self._decide(publication, error)
+            publication._settle(error)
 
     def refused(self, error: WeftError) -> None:
         """A trainer that does not fit is started anew."""
@@ -349,13 +384,13 @@ class Sender:
         with self._lock:
             self._error = self._error or error
         for publication in list(self._publications.values()):
-            self._decide(publication, error)
+            publication._settle(error)
 
     def close(self) -> None:
         """Leave; a write under way is finished first, what was not begun is not."""
         for publication in list(self._publications.values()):
             if publication._go is None:
-                self._decide(publication, ProtocolError(f"{self.member} was closed"))
+                publication._settle(ProtocolError(f"{self.member} was closed"))
         self._writer.shutdown(wait=True)
         self._control.close()
         self._forget_plan()

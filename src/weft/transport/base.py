@@ -33,10 +33,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from weft.errors import PeerLost, RegistrationError, TransferTimeout, TransportError
+from weft.transport.pages import Pages
 
 Column = NDArray[np.uint64]
 MAX_TAG = (1 << 63) - 1
-ALIGNMENT = 4096
 MAX_WRITERS = 4096
 
 
@@ -82,6 +82,10 @@ class Handle:
     num_bytes: int
 
 
+def _cannot_be_given_up() -> bool:
+    return False
+
+
 @dataclass(frozen=True, kw_only=True)
 class Memory:
     """Memory that may be a destination; kept alive by whoever holds this."""
@@ -89,6 +93,9 @@ class Memory:
     address: int
     num_bytes: int
     keep: Any = None
+    give_up: Callable[[], bool] = _cannot_be_given_up
+    """Frees the memory while a lost writer may still know its address: late writes reach nothing. The addresses stay
+    reserved as long as this object is held. False, and nothing happens, where the device cannot do that."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -268,7 +275,10 @@ class Transport(abc.ABC, Generic[AnyPeer]):
         wrong = {endpoint.transport, *(part.transport for part in descriptors)} - {self.capabilities.name}
         if wrong:
             raise TransportError(f"{endpoint.member} speaks {wrong.pop()}, not {self.capabilities.name}")
-        peer = self._open(endpoint, descriptors)
+        try:
+            peer = self._open(endpoint, descriptors)
+        except (msgspec.DecodeError, ValueError, OverflowError, OSError) as error:
+            raise TransportError(f"{endpoint.member} cannot be reached: {type(error).__name__}: {error}") from error
         self.disconnect(endpoint.member)
         self._peers[endpoint.member] = peer
         return endpoint.member
@@ -334,6 +344,10 @@ class Transport(abc.ABC, Generic[AnyPeer]):
     def arrived(self, tag: int, *, writer: int) -> int:
         """Bytes that one writer has landed here under a tag."""
 
+    @abc.abstractmethod
+    def forget_arrivals(self) -> None:
+        """Count from zero again; only while no connected peer is writing."""
+
     def wait_arrived(self, tag: int, num_bytes: int, *, writer: int, timeout_s: float = 60.0) -> None:
         """Wait until that many bytes have landed; raises TransferTimeout."""
         wait_until(
@@ -367,9 +381,8 @@ class Transport(abc.ABC, Generic[AnyPeer]):
 
 def ordinary_memory(num_bytes: int) -> Memory:
     """Zeroed memory of this process, at a page boundary."""
-    keep = np.zeros(num_bytes + ALIGNMENT, dtype=np.uint8)
-    address = -(-int(keep.ctypes.data) // ALIGNMENT) * ALIGNMENT
-    return Memory(address=address, num_bytes=num_bytes, keep=keep)
+    pages = Pages(num_bytes)
+    return Memory(address=pages.address, num_bytes=num_bytes, keep=pages, give_up=pages.give_up)
 
 
 def joined_rows(

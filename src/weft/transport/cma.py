@@ -8,6 +8,7 @@ time and by a random cookie read back from its memory before the first write.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import secrets
 from collections.abc import Iterator, Sequence
@@ -21,6 +22,7 @@ from weft.errors import PeerLost, TransportError, TransportUnavailable
 from weft.transport.base import MAX_WRITERS, Batch, Capabilities, Descriptor, Endpoint, Ranges
 from weft.transport.chunked import ChunkedTransport
 from weft.transport.host import CELL_BYTES, LivingProcess, ProcessIdentity
+from weft.transport.pages import Pages
 
 _ROW = np.array([8], dtype=np.uint64)
 
@@ -53,7 +55,7 @@ class CmaTransport(ChunkedTransport[_Peer]):
     def __init__(self, member: str, *, writer: int = 0, num_threads: int = 1) -> None:
         super().__init__(member, writer=writer, num_threads=num_threads)
         self._cookie = np.frombuffer(secrets.token_bytes(16), dtype=np.uint8).copy()
-        self._cells = np.zeros((MAX_WRITERS, 2), dtype=np.uint64)
+        self._cells = Pages(MAX_WRITERS * CELL_BYTES)
 
     @property
     def endpoint(self) -> Endpoint:
@@ -62,7 +64,7 @@ class CmaTransport(ChunkedTransport[_Peer]):
             ProcessIdentity.of(os.getpid()),
             self._cookie.ctypes.data,
             self._cookie.tobytes(),
-            self._cells.ctypes.data,
+            self._cells.address,
         )
         return Endpoint(transport="cma", member=self.member, data=msgspec.msgpack.encode(data))
 
@@ -120,7 +122,14 @@ class CmaTransport(ChunkedTransport[_Peer]):
 
     def arrived(self, tag: int, *, writer: int) -> int:
         """Bytes counted in the writer's cell."""
-        return native.arrived(int(self._cells.ctypes.data) + writer * CELL_BYTES, 1, tag)
+        return native.arrived(self._cells.address + writer * CELL_BYTES, 1, tag)
+
+    def forget_arrivals(self) -> None:
+        """Empty all cells."""
+        ctypes.memset(self._cells.address, 0, self._cells.num_bytes)
+
+    def _release(self) -> None:
+        self._cells.give_up()
 
 
 @contextlib.contextmanager

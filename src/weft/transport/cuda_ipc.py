@@ -212,6 +212,10 @@ class CudaIpcTransport(Transport[_Peer]):
         """Bytes counted in the writer's cell."""
         return native.arrived(self._cells.address + writer * CELL_BYTES, 1, tag)
 
+    def forget_arrivals(self) -> None:
+        """Empty all cells."""
+        ctypes.memset(self._cells.address, 0, self._cells.num_bytes)
+
     def _release(self) -> None:
         self._cells.close()
 

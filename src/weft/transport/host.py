@@ -12,7 +12,7 @@ from pathlib import Path
 
 import msgspec
 
-from weft.errors import PeerLost, TransportUnavailable
+from weft.errors import PeerLost, TransportError, TransportUnavailable
 
 CELL_BYTES = 16
 """Arrival cells of one target: {tag, bytes}, one for each possible writer."""
@@ -48,6 +48,8 @@ class LivingProcess:
             self._pidfd = os.pidfd_open(identity.pid)
         except ProcessLookupError:
             raise PeerLost(f"{member} (process {identity.pid}) is gone") from None
+        except (OverflowError, OSError) as error:
+            raise TransportError(f"{member} names process {identity.pid}, which cannot be opened: {error}") from error
         try:
             now = ProcessIdentity.of(identity.pid)
         except OSError:
@@ -60,7 +62,9 @@ class LivingProcess:
     @property
     def has_ended(self) -> bool:
         """Whether the process is gone."""
-        return bool(select.select([self._pidfd], [], [], 0)[0])
+        poller = select.poll()  # select() fails for descriptors above 1,023
+        poller.register(self._pidfd, select.POLLIN)
+        return bool(poller.poll(0))
 
     def check(self) -> None:
         """Raise PeerLost if the process has ended."""
@@ -70,3 +74,15 @@ class LivingProcess:
     def close(self) -> None:
         """Let go of the process."""
         os.close(self._pidfd)
+
+
+def process_has_ended(identity: ProcessIdentity) -> bool:
+    """Whether a process of this host and container has ended, so that it can never write again."""
+    try:
+        process = LivingProcess(identity, "")
+    except PeerLost:
+        return True
+    try:
+        return process.has_ended
+    finally:
+        process.close()

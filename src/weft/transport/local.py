@@ -103,6 +103,11 @@ class LocalTransport(ChunkedTransport[_Peer]):
         with self._lock:
             return self._arrived.get((tag, writer), 0)
 
+    def forget_arrivals(self) -> None:
+        """Forget all counts."""
+        with self._lock:
+            self._arrived = {}
+
     def _release(self) -> None:
         self._network.members.pop(self.member, None)
 

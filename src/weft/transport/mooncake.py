@@ -208,6 +208,10 @@ class MooncakeTransport(ChunkedTransport[_Peer]):
         """Bytes counted in the writer's cell."""
         return native.arrived(self._control_address + _CELLS + writer * CELL_BYTES, 1, tag)
 
+    def forget_arrivals(self) -> None:
+        """Empty all cells."""
+        self._control[_CELLS:] = 0
+
     def _release(self) -> None:
         """The engine ends its threads and listeners with its last reference."""
         self._spans.clear()

@@ -293,10 +293,19 @@ class NixlTransport(Transport[_Peer]):
             self._arrived = {known: n for known, n in self._arrived.items() if known[1] != arrival.writer}
         self._arrived[key] = self._arrived.get(key, 0) + arrival.num_bytes
 
+    def forget_arrivals(self) -> None:
+        """Drop announcements that were taken in, or lie unread."""
+        with self._lock:
+            self._agent.get_new_notifs()
+            self._arrived = {}
+
     def _release(self) -> None:
+        """Without its agent nothing of this process is reachable: connections and keys end with it."""
         for registered in self._lists.values():
             if registered is not None:
                 self._agent.deregister_memory(registered)
+        self._lists = {}
+        self._agent = None
 
 
 def _is_pinned(address: int, num_bytes: int) -> bool:

@@ -125,6 +125,17 @@ def choose(src: Place, dst: Place, *, wanted: str = "auto", allow_fallback: bool
     raise TransportUnavailable(f"{meant} {obstacle[0]}", hint=obstacle[1])
 
 
+def is_cut_by_closing(transport: str, writer: Place, target: Place) -> bool:
+    """Whether a writer is kept out for good when its target closes the transport.
+
+    Connections and remote keys end with the target's side. Processes of one host and container reach each other's
+    memory without either: through shared mappings or kernel copies, which NIXL uses there, too.
+    """
+    if transport in ("local", "mooncake"):  # Mooncake's TCP was measured; the target's own threads write
+        return True
+    return transport not in ONE_HOST and (writer.host, writer.container) != (target.host, target.container)
+
+
 def _default(src: Place, dst: Place) -> tuple[str, str]:
     if src.host != dst.host:
         return "nixl", "different hosts"

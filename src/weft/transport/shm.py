@@ -34,8 +34,13 @@ from weft.transport.base import (
 )
 from weft.transport.chunked import CHUNK_BYTES, ChunkedTransport
 from weft.transport.host import CELL_BYTES, LivingProcess, ProcessIdentity
+from weft.transport.pages import address_of, reserve
 from weft.transport.together import Chunk, Together, together
 
+_NAME = "weft"
+_FALLOC_KEEP_SIZE, _FALLOC_PUNCH_HOLE = 1, 2
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_long, ctypes.c_long]
 LARGE_CHUNK_BYTES = 64 << 20
 """Where nobody digests what has landed while the rest is on its way."""
 
@@ -44,23 +49,26 @@ class SharedMemory:
     """Anonymous memory that other processes can map while this one lives."""
 
     def __init__(self, num_bytes: int) -> None:
-        self.fd = os.memfd_create("weft", os.MFD_CLOEXEC)
+        self.fd = os.memfd_create(_NAME, os.MFD_CLOEXEC)
         os.ftruncate(self.fd, num_bytes)
         self._map = mmap.mmap(self.fd, num_bytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
         self.num_bytes = num_bytes
-        self.address = _address_of(self._map)
+        self.address = address_of(self._map)
 
     @classmethod
     def opened(cls, pid: int, fd: int, num_bytes: int) -> SharedMemory:
         """Another process's memory, mapped here."""
         memory = cls.__new__(cls)
-        memory.fd = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
+        memory.fd = -1
+        path = f"/proc/{pid}/fd/{fd}"
+        if not os.readlink(path).startswith(f"/memfd:{_NAME} "):  # never a file, whatever a peer says
+            raise RegistrationError(f"descriptor {fd} of process {pid} is not shared memory of weft")
+        memory.fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         if os.fstat(memory.fd).st_size < num_bytes:
-            os.close(memory.fd)
             raise RegistrationError(f"shared memory {fd} of process {pid} is smaller than {num_bytes} bytes")
         memory._map = mmap.mmap(memory.fd, num_bytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
         memory.num_bytes = num_bytes
-        memory.address = _address_of(memory._map)
+        memory.address = address_of(memory._map)
         return memory
 
     @property
@@ -68,17 +76,29 @@ class SharedMemory:
         """The memory as an object; it stays mapped while somebody uses this."""
         return self._map
 
+    def _close_fd(self) -> None:
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+
+    def __del__(self) -> None:
+        self._close_fd()
+
+    def give_up(self) -> bool:
+        """Free its pages, also for those who have it mapped; they may go on writing there, and nobody will read it."""
+        flags = _FALLOC_KEEP_SIZE | _FALLOC_PUNCH_HOLE
+        _libc.fallocate(self.fd, flags, 0, self.num_bytes)  # where it fails the last process to unmap frees them
+        self._close_fd()
+        reserve(self.address, self.num_bytes)
+        return True
+
     def close(self) -> None:
         """Unmap, unless arrays still use the memory; it is freed with the last user in any case."""
-        os.close(self.fd)
+        self._close_fd()
         try:
             self._map.close()
         except BufferError:
             return
-
-
-def _address_of(mapped: mmap.mmap) -> int:
-    return ctypes.addressof(ctypes.c_char.from_buffer(mapped))
 
 
 class _EndpointData(msgspec.Struct, frozen=True):
@@ -127,11 +147,11 @@ class ShmTransport(ChunkedTransport[_Peer]):
         return Endpoint(transport="shm", member=self.member, data=msgspec.msgpack.encode(data))
 
     def allocate(self, num_bytes: int) -> Memory:
-        """Shared memory; freed with the transport."""
+        """Shared memory; freed when nobody holds or maps it any more."""
         self._check_open()
         shared = SharedMemory(num_bytes)
         self._memories.append(shared)
-        return Memory(address=shared.address, num_bytes=num_bytes, keep=shared)
+        return Memory(address=shared.address, num_bytes=num_bytes, keep=shared, give_up=shared.give_up)
 
     def _describe(self, address: int, num_bytes: int) -> Descriptor:
         data = _DescriptorData(-1, 0, 0)
@@ -198,35 +218,41 @@ class ShmTransport(ChunkedTransport[_Peer]):
     def _write_together(
         self, job: Together, tag: int, futures: Sequence[Future[Written]], cancelled: threading.Event
     ) -> None:
-        """Copy chunk by chunk. A peer that is gone does not stop the others: its memory is still mapped here."""
-        batches = job.batches
-        written, digests = [0] * len(batches), [0] * len(batches)
+        """Copy, and resolve every future whatever happens: nobody else looks at this thread."""
         try:
-            peers = [self._known(batch.peer) for batch in batches]
-            for peer in peers:
-                self._announce(peer, tag)
-            for chunk in job.chunks:
-                if cancelled.is_set():
-                    raise TransportError("writing was stopped")
-                for number, digest in enumerate(self._copy(chunk, len(batches))):
-                    digests[number] += digest
-                    written[number] += chunk.num_bytes[number]
-                    if chunk.num_bytes[number]:
-                        self._count(peers[number], tag, chunk.num_bytes[number])
-        except Exception as error:  # reported by the tickets
+            outcomes = self._copy_all(job, tag, cancelled)
+        except Exception as error:
             failure = error if isinstance(error, TransportError) else TransportError(f"writing failed: {error}")
             for future in futures:
                 future.set_exception(failure)
             return
-        digests = [digests[twin] for twin in job.twin]
-        for peer, batch, future, done, digest in zip(peers, batches, futures, written, digests, strict=True):
-            if peer.process.has_ended:
-                gone = (
-                    f"{batch.peer} (process {peer.process.pid}) has ended ({done} of {batch.num_bytes} bytes written)"
-                )
-                future.set_exception(PeerLost(gone))
+        for future, outcome in zip(futures, outcomes, strict=True):
+            if isinstance(outcome, Written):
+                future.set_result(outcome)
             else:
-                future.set_result(Written(num_bytes=done, digest=digest & ((1 << 64) - 1)))
+                future.set_exception(outcome)
+
+    def _copy_all(self, job: Together, tag: int, cancelled: threading.Event) -> list[Written | PeerLost]:
+        """Copy chunk by chunk. A peer that is gone does not stop the others: its memory is still mapped here."""
+        batches = job.batches
+        written, digests = [0] * len(batches), [0] * len(batches)
+        peers = [self._known(batch.peer) for batch in batches]
+        for peer in peers:
+            self._announce(peer, tag)
+        for chunk in job.chunks:
+            if cancelled.is_set():
+                raise TransportError("writing was stopped")
+            for number, digest in enumerate(self._copy(chunk, len(batches))):
+                digests[number] += digest
+                written[number] += chunk.num_bytes[number]
+                if chunk.num_bytes[number]:
+                    self._count(peers[number], tag, chunk.num_bytes[number])
+        return [
+            PeerLost(f"{batch.peer} (process {peer.process.pid}) has ended ({done} of {batch.num_bytes} bytes written)")
+            if peer.process.has_ended
+            else Written(num_bytes=done, digest=digests[twin] & ((1 << 64) - 1))
+            for peer, batch, done, twin in zip(peers, batches, written, job.twin, strict=True)
+        ]
 
     def _copy(self, chunk: Chunk, num_groups: int) -> list[int]:
         if chunk.position is None:
@@ -258,9 +284,13 @@ class ShmTransport(ChunkedTransport[_Peer]):
         """Bytes counted in the writer's cell."""
         return native.arrived(self._cells.address + writer * CELL_BYTES, 1, tag)
 
+    def forget_arrivals(self) -> None:
+        """Empty all cells."""
+        ctypes.memset(self._cells.address, 0, self._cells.num_bytes)
+
     def _release(self) -> None:
-        for memory in (*self._memories, self._cells):
-            memory.close()
+        self._memories = []
+        self._cells.close()
 
 
 def copy_chunk(chunk: Batch, num_threads: int) -> int:

@@ -236,6 +236,10 @@ class UcclTransport(Transport[_Peer]):
         """Bytes counted in the writer's cell."""
         return native.arrived(int(self._cells.ctypes.data) + writer * CELL_BYTES, 1, tag)
 
+    def forget_arrivals(self) -> None:
+        """Empty all cells."""
+        self._cells[:MAX_WRITERS] = 0
+
     def _release(self) -> None:
         registered = [descriptor for descriptor, _ in self._registrations.values()]
         self._engine.deregister_memory([*registered, self._cells_descriptor])

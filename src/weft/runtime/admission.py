@@ -1,0 +1,150 @@
+"""What a controller believes of members: the right side, values that make sense, and what it was told before.
+
+Pure checks; each raises a WeftError that says what is wrong. The controller refuses the member that sent it, and only
+that one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any, get_args
+
+from weft.core.layout import DTYPE_BYTES, MAX_DIMS, MAX_TENSOR_DIM
+from weft.core.version import MAX_FIRST, MAX_STEP, MAX_VERSION
+from weft.errors import LayoutError, ProtocolError
+from weft.runtime.messages import FromEngine, FromTrainer, HeldShard, Join, Opened, Written
+
+MAX_SHARDS = 1_000_000
+MAX_RUNS = 1 << 22
+"""Most pieces of memory one member's shards may consist of: each costs the controller about 100 bytes."""
+MAX_ADDRESS = 1 << 63
+_ALLOWED = {"trainer": get_args(FromTrainer), "engine": get_args(FromEngine)}
+
+
+def check_side(side: str, message: Any) -> None:
+    """Raise if members of this side do not send such messages."""
+    if not isinstance(message, _ALLOWED[side]):
+        raise ProtocolError(f"a {side} does not send {type(message).__name__}")
+
+
+def check_join(join: Join) -> None:
+    """Raise unless a member's own story makes sense."""
+    versions = {"last": join.last, "pending": join.pending, "ready": join.ready, "holds": join.holds, "seen": join.seen}
+    wrong = [f"{name} {v}" for name, v in versions.items() if v is not None and not 0 <= v <= MAX_VERSION]
+    if join.side == "trainer":
+        wrong += [f"{name} {v}" for name, v in versions.items() if v is not None and name != "last"]
+        wrong += ["offered memory"] if join.offered else []
+    if not (math.isfinite(join.age_s) and join.age_s >= 0) or not 0 <= join.incarnation < MAX_ADDRESS:
+        wrong.append(f"an age of {join.age_s} s, incarnation {join.incarnation}")
+    if wrong:
+        raise ProtocolError(f"{join.side} {join.rank} joins with {', '.join(wrong)}")
+    _check_shards(join.held)
+    twice = [name for name, count in Counter(shard.name for shard in join.held).items() if count > 1]
+    if join.side == "engine" and twice:
+        raise LayoutError(
+            "an engine names each of its tensors once", problems=tuple(f"{name}: twice" for name in twice)
+        )
+
+
+def claim(join: Join) -> int | None:
+    """The highest version a member says it knows of."""
+    known = [v for v in (join.last, join.pending, join.ready, join.holds, join.seen) if v is not None]
+    return max(known, default=None)
+
+
+def unbelievable(joins: Mapping[str, Join]) -> dict[str, str]:
+    """Members whose versions are far beyond what all others know, with what is wrong."""
+    claims = {member: found for member, join in joins.items() if (found := claim(join)) is not None}
+    wrong = {}
+    for member, version in claims.items():
+        others = [found for other, found in claims.items() if other != member]
+        most = max(others) + MAX_STEP if others else MAX_FIRST
+        if version > most:
+            wrong[member] = f"{member} knows of version {version}, nobody else of one above {max(others, default=0)}"
+    return wrong
+
+
+def _check_shards(held: Collection[HeldShard]) -> None:
+    """Raise unless every shard is a box of its tensor, in memory that is not used twice, in not too many pieces."""
+    if len(held) > MAX_SHARDS:
+        raise LayoutError(f"{len(held)} shards", hint=f"at most {MAX_SHARDS} on one member")
+    problems = [f"{shard.name or '(no name)'}: {what}" for shard in held for what in _shard_problems(shard)]
+    if problems:
+        raise LayoutError("the shards are not usable", problems=tuple(problems))
+    runs = {shard.name: _num_runs(shard) for shard in held}
+    if sum(runs.values()) > MAX_RUNS:
+        worst = sorted(runs, key=lambda name: -runs[name])[:5]
+        raise LayoutError(
+            f"the shards lie in {sum(runs.values())} pieces of memory, more than {MAX_RUNS}",
+            problems=tuple(f"{name}: {runs[name]} pieces" for name in worst),
+            hint="are they transposed? make them contiguous",
+        )
+
+
+def _shard_problems(shard: HeldShard) -> Iterable[str]:
+    num_dims = len(shard.shape)
+    if not shard.name or shard.dtype not in DTYPE_BYTES:
+        yield f"unknown dtype `{shard.dtype}`" if shard.name else "no name"
+    elif not 0 < num_dims <= MAX_DIMS or not all(0 < n <= MAX_TENSOR_DIM for n in shard.shape):
+        yield f"impossible shape {list(shard.shape)}"
+    elif not len(shard.lo) == len(shard.extent) == len(shard.strides) == num_dims:
+        yield f"a box of {len(shard.lo)} dimensions, the tensor has {num_dims}"
+    elif any(lo < 0 or n < 0 or lo + n > size for lo, n, size in zip(shard.lo, shard.extent, shard.shape, strict=True)):
+        yield f"the box {list(shard.lo)} + {list(shard.extent)} is outside {list(shard.shape)}"
+    elif min(shard.strides) < 1 or _overlaps(shard):
+        yield f"extent {list(shard.extent)} with strides {list(shard.strides)} uses memory twice"
+
+
+def _overlaps(shard: HeldShard) -> bool:
+    """Whether two elements may share an address."""
+    reach = 0
+    for stride, size in sorted((s, n) for s, n in zip(shard.strides, shard.extent, strict=True) if n > 1):
+        if stride <= reach:
+            return True
+        reach += (size - 1) * stride
+    return False
+
+
+def _num_runs(shard: HeldShard) -> int:
+    """Contiguous pieces of memory of a shard."""
+    run = 1
+    for stride, size in zip(reversed(shard.strides), reversed(shard.extent), strict=True):
+        if size != 1 and stride != run:
+            break
+        run *= size
+    return math.prod(shard.extent) // max(run, 1)
+
+
+def check_opened(join: Join, opened: Opened, transports: Collection[str]) -> None:
+    """Raise unless a member has opened what it was asked to, with an address for every shard."""
+    member = f"{join.side} {join.rank}"
+    if set(opened.offers) < set(transports):
+        raise ProtocolError(f"{member} opened {sorted(opened.offers)}, not {sorted(transports)}")
+    for name, offer in opened.offers.items():
+        spoken = {offer.endpoint.transport, *(descriptor.transport for descriptor in offer.descriptors)}
+        if spoken != {name} or offer.endpoint.member != member:
+            raise ProtocolError(f"{member} offers {sorted(spoken)} of {offer.endpoint.member} as {name}")
+    if len(opened.addresses) != len(join.held):
+        raise ProtocolError(f"{member} has {len(opened.addresses)} addresses for {len(join.held)} shards")
+    wrong = [address for address in opened.addresses if not 0 <= address < MAX_ADDRESS]
+    if wrong or not 0 <= opened.patch_address < MAX_ADDRESS or not 0 <= opened.patch_bytes < MAX_ADDRESS:
+        raise ProtocolError(f"{member} names impossible addresses: {wrong[:3] or opened.patch_address}")
+
+
+def check_written(trainer: int, message: Written, engines: Collection[int], owed: Mapping[int, int] | None) -> None:
+    """Raise unless a trainer speaks of what it was told to write. `owed`: bytes to each engine; None: not known."""
+    written = [part.engine for part in message.parts] + [loss.engine for loss in message.losses]
+    if len(set(written)) != len(written) or not set(written) <= set(engines):
+        raise ProtocolError(
+            f"trainer {trainer} wrote to engine ranks {sorted(written)}, not to some of {sorted(engines)}"
+        )
+    for part in message.parts:
+        if part.trainer != trainer or part.num_bytes < 0 or not 0 <= part.digest < 1 << 64:
+            raise ProtocolError(f"trainer {trainer} speaks of {part.num_bytes} bytes of trainer {part.trainer}")
+        if owed is not None and part.num_bytes != owed.get(part.engine, 0):
+            raise ProtocolError(
+                f"trainer {trainer} wrote {part.num_bytes} bytes to engine {part.engine}, "
+                f"{owed.get(part.engine, 0)} were planned"
+            )

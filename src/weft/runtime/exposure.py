@@ -1,0 +1,84 @@
+"""Who may still write into the memory an engine rank has offered.
+
+Memory is offered to *incarnations* of trainers. It is reused only when each of them has joined the present round, which
+it does only while it is not writing, or provably cannot write any more: the controller saw it stop, its process has
+ended, or closing the transport cuts it off. The engine remembers this itself, so that a restarted controller, which
+knows nothing of the writers before it, changes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+
+from weft.runtime.messages import Offered, Writer
+from weft.transport.host import process_has_ended
+from weft.transport.registry import Place, is_cut_by_closing
+
+
+class Exposure:
+    """The writers one engine rank has offered its memory to, and has not seen the end of."""
+
+    def __init__(self, here: Place) -> None:
+        """`here`: where the engine rank is."""
+        self._here = here
+        self._writers: dict[tuple[int, int], Writer] = {}
+        self._newest: dict[int, int] = {}
+        self._revoked: set[int] = set()
+
+    def offer(self, writers: Iterable[Writer]) -> None:
+        """These may be told to write from now on."""
+        for writer in writers:
+            self._writers[writer.rank, writer.incarnation] = writer
+            self._newest[writer.rank] = max(self._newest.get(writer.rank, 0), writer.incarnation)
+
+    def revoke(self, incarnations: Collection[int]) -> None:
+        """These may write without being told to: nothing they say of themselves counts."""
+        self._revoked |= {key[1] for key in self._writers} & set(incarnations)
+
+    def forget_all(self) -> None:
+        """What they were offered is out of their reach."""
+        self._writers, self._revoked = {}, set()
+
+    @property
+    def newest(self) -> list[Offered]:
+        """The newest incarnation of each trainer, for a controller that was restarted."""
+        return [Offered(rank=rank, incarnation=number) for rank, number in sorted(self._newest.items())]
+
+    def unsettled(self, present: Iterable[Writer], settled: Collection[int]) -> tuple[Writer, ...]:
+        """Those that could still be writing, when `present` are the trainers of a new round."""
+        joined = {(writer.rank, writer.incarnation) for writer in present}
+        self._writers = {
+            key: writer
+            for key, writer in self._writers.items()
+            if (key not in joined and key[1] not in settled) or key[1] in self._revoked
+        }
+        return self.alive()
+
+    def alive(self) -> tuple[Writer, ...]:
+        """Those whose end is not known; what was closed because of the revoked ones must be made anew in any case."""
+        self._writers = {
+            key: writer
+            for key, writer in self._writers.items()
+            if key[1] in self._revoked or not has_ended(writer, self._here)
+        }
+        return tuple(self._writers.values())
+
+    def beyond_reach(self, writers: Iterable[Writer], *, moved: bool) -> tuple[Writer, ...]:
+        """Those that closing transports does not keep out of the live weights; `moved`: these get other memory."""
+        by_moving = {"shm"} if moved else set()
+        return tuple(
+            writer
+            for writer in writers
+            if not is_cut_by_closing(writer.transport, writer.place, self._here) and writer.transport not in by_moving
+        )
+
+
+def has_ended(writer: Writer, here: Place) -> bool:
+    """Whether a writer's process is known to be gone; those of other hosts are not known."""
+    same = (writer.place.host, writer.place.container) == (here.host, here.container)
+    return same and process_has_ended(writer.process)
+
+
+def named(writers: Sequence[Writer]) -> str:
+    """Writers as messages call them."""
+    return ", ".join(f"trainer {writer.rank} (process {writer.process.pid})" for writer in writers)

@@ -1,0 +1,51 @@
+"""Memory by whole pages, which can be given up while another process may still write to its addresses.
+
+A process that was stopped inside a kernel copy (`process_vm_writev`) goes on later and writes to the address it was
+given. Memory that was freed meanwhile may belong to something else by then. So memory that others were offered is given
+up in another way: its pages are freed at once, and its addresses stay reserved and inaccessible, which makes the late
+write fail. The reservation costs no memory; it ends with the object.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+from typing import Final
+
+_PROT_NONE: Final = 0
+_MAP_PRIVATE, _MAP_FIXED, _MAP_ANONYMOUS, _MAP_NORESERVE = 0x02, 0x10, 0x20, 0x4000
+_FAILED: Final = ctypes.c_void_p(-1).value
+_HUGE_BYTES = 4 << 20
+"""From this size on the kernel is asked for huge pages, as NumPy does."""
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
+
+
+class Pages:
+    """Zeroed anonymous memory of this process."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self._map = mmap.mmap(-1, max(num_bytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        if num_bytes >= _HUGE_BYTES and hasattr(mmap, "MADV_HUGEPAGE"):
+            self._map.madvise(mmap.MADV_HUGEPAGE)
+        self.num_bytes = num_bytes
+        self.address = address_of(self._map)
+
+    def give_up(self) -> bool:
+        """Free the pages; whoever writes to these addresses from now on fails."""
+        reserve(self.address, self.num_bytes)
+        return True
+
+
+def address_of(mapped: mmap.mmap) -> int:
+    """Where a mapping begins."""
+    return ctypes.addressof(ctypes.c_char.from_buffer(mapped))
+
+
+def reserve(address: int, num_bytes: int) -> None:
+    """Replace a mapping by inaccessible addresses without memory behind them."""
+    flags = _MAP_PRIVATE | _MAP_FIXED | _MAP_ANONYMOUS | _MAP_NORESERVE
+    if _libc.mmap(address, num_bytes, _PROT_NONE, flags, -1, 0) == _FAILED:
+        code = ctypes.get_errno()
+        raise OSError(code, f"cannot reserve {num_bytes} bytes at {address:#x}")
