@@ -128,7 +128,9 @@ class Publishing:
 class Fleet:
     """A controller, trainers and engine ranks; those that were replaced and may still run are `ghosts`."""
 
-    def __init__(self, settings: StormSettings, *, on_event: Callable[[Actor | None, Event], None] | None = None) -> None:
+    def __init__(
+        self, settings: StormSettings, *, on_event: Callable[[Actor | None, Event], None] | None = None
+    ) -> None:
         self.settings = settings
         self._on_event = on_event or (lambda _actor, _event: None)
         self.journal: list[Event] = []

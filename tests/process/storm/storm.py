@@ -12,9 +12,11 @@ from tests.process.storm.fleet import Actor, Fleet, Publishing
 from tests.process.storm.settings import StormSettings
 from tests.process.storm.verdicts import Verdicts
 
-PLANNED_S = 10.0
+PLANNED_S = 4.0
 RECOVER_S = 40.0
-FLAT_S = 10.0
+CALM = (4, 16)
+"""Versions between two faults."""
+FLAT_S = 5.0
 """How soon an engine gives back what lost writers could reach, once they have ended."""
 MAX_ENDED = 3
 """Versions a trainer may fail in a recovery before its process is replaced."""
@@ -28,14 +30,17 @@ class Storm:
         self.verdicts = Verdicts(settings)
         self.faults: Counter[str] = Counter()
         self.fleet = Fleet(settings, on_event=self.verdicts.listen)
-        self.fleet.wait_there(self.fleet.actors.values())
-        assert self.recover(), "the fleet does not start"
+        try:
+            self.fleet.wait_there(self.fleet.actors.values())
+            assert self.recover(), "the fleet does not start"
+        except BaseException:
+            self.fleet.close()
+            raise
 
     def run(self, faults: list[Callable[[Storm], None]], *, num_versions: int, on_step: Callable[[], None]) -> None:
         """Fault after fault, with some calm between them."""
-        share = max(num_versions // 30, 1)
         while self.fleet.version < num_versions:
-            for _ in range(self.rng.randint(share // 2, share + share // 2)):
+            for _ in range(self.rng.randint(*CALM)):
                 self.publish()
             fault = self.rng.choice(faults)
             self.faults[fault.__name__] += 1
@@ -60,8 +65,7 @@ class Storm:
         committed = any(how == "committed" for how, _ in publishing.outcomes().values())
         if committed:
             self._look_for_loss(publishing.version, untouched)
-        else:
-            self._look_for_lateness()
+        self._look_for_lateness()
         return committed
 
     def _look_for_loss(self, version: int, engines: list[Actor]) -> None:
@@ -76,7 +80,7 @@ class Storm:
     def _look_for_lateness(self) -> None:
         known = self.fleet.answer(self.fleet.controller, "statistics")
         if known is not None:
-            self.verdicts.look_for_lateness(self.fleet.version, known[3], self.fleet.now)
+            self.verdicts.look_for_lateness(known[3], self.fleet.now)
 
     def restart_controller(self) -> None:
         """Kill it, and start another at the same address."""
@@ -109,10 +113,12 @@ class Storm:
                 self._all_is_well()
                 return True
             for name, (how, _) in publishing.outcomes().items():
-                failures[name] += how != "committed"
+                failures[name] += MAX_ENDED if "refused" in how else how != "committed"
             self._replace_hopeless(failures)
         states = "; ".join(f"{name}: {version} {reason}" for name, (version, reason) in fleet.states().items())
-        self.verdicts.add("hung", fleet.now, f"the fleet does not serve {RECOVER_S:.0f} s after the last fault: {states}")
+        self.verdicts.add(
+            "hung", fleet.now, f"the fleet does not serve {RECOVER_S:.0f} s after the last fault: {states}"
+        )
         for name in [*fleet.actors]:
             self.fleet.kill(fleet.actors[name])
             self.replace(name)
@@ -146,7 +152,7 @@ class Storm:
 
     def _grown(self) -> list[tuple[Actor, str]]:
         held = self.fleet.footprints()
-        grown = [(actor, self.verdicts.growth_of(actor, held[actor.name])) for actor in self.fleet.engines]
+        grown = [(a, self.verdicts.growth_of(a, held[a.name])) for a in self.fleet.engines if a.name in held]
         return [(actor, what) for actor, what in grown if what]
 
     def close(self) -> None:

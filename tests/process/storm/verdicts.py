@@ -13,6 +13,7 @@ crashed     a process raised something that is not an error of weft
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from dataclasses import dataclass
 
@@ -87,27 +88,34 @@ class Verdicts:
             self.committed.add(version)
         if seconds > self._settings.end_s:
             self._find("hung", event, f"version {version} took {seconds:.1f} s: {how}")
-        self.look_for_lateness(version, how, event.time_s)
+        self.look_for_lateness(how, event.time_s)
         if actor is not None and not actor.is_replaced and "another process" in how:
             self._add_once("evicted", actor.pid, event.time_s, f"{event.who}: {how}")
 
     def _not_committed(self, event: Event, version: int, why: str) -> None:
-        self.look_for_lateness(version, why, event.time_s)
+        self.look_for_lateness(why, event.time_s)
         if "IntegrityError" in why and version not in self._written:
             self._add_once("ghost", version, event.time_s, f"{event.who}: nothing of version {version} written: {why}")
 
-    def look_for_lateness(self, version: int, why: str, time_s: float) -> None:
+    def look_for_lateness(self, why: str, time_s: float) -> None:
         """Whether a version was ended by its deadline; `version_s` is no round number, so that it is recognised."""
-        if f"{self._settings.version_s:.1f} s" in why:
-            self._add_once("slow", version, time_s, why)
+        named = re.search(r"version (\d+) ", why)
+        if named and f"{self._settings.version_s:.1f} s" in why:
+            self._add_once("slow", int(named[1]), time_s, why)
 
     def growth_of(self, actor: Actor, now: Footprint) -> str:
-        """What a process holds more than when it was first looked at, if that is too much."""
+        """What a process holds more than when it was first looked at, if that is too much and was not found before."""
         first = self._first.setdefault(actor.pid, now)
+        if ("leaked", actor.pid) in self._seen:
+            return ""
         more = Footprint(
             now.num_bytes - first.num_bytes, now.num_fds - first.num_fds, now.num_threads - first.num_threads
         )
-        if more.num_bytes > self._settings.engine_bytes / 2 or more.num_fds > MORE_FDS or more.num_threads > MORE_THREADS:
+        if (
+            more.num_bytes > self._settings.engine_bytes / 2
+            or more.num_fds > MORE_FDS
+            or more.num_threads > MORE_THREADS
+        ):
             return f"{more.num_bytes / 2**20:+.0f} MiB, {more.num_fds:+d} descriptors, {more.num_threads:+d} threads"
         self.growth = Footprint(
             max(self.growth.num_bytes, more.num_bytes),
