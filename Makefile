@@ -6,7 +6,7 @@ PIP    := $(BIN)/python -m pip --disable-pip-version-check --quiet
 
 ENGINES := .venv-engines
 
-.PHONY: demo test test-engines check bench bench-engines docs clean
+.PHONY: demo test test-engines storm check bench bench-engines docs clean
 
 demo: $(VENV)/.installed            ## a policy learns while weft keeps its engines fresh: a minute on two cores
 	@$(BIN)/weft demo
@@ -16,6 +16,9 @@ test: $(VENV)/.dev                  ## the whole test-suite
 
 test-engines: $(ENGINES)/.installed ## against real inference engines and transfer engines (their own environment)
 	$(ENGINES)/bin/python -m pytest -m engines tests/integrations tests/contract
+
+storm: $(VENV)/.dev                 ## kills, stops and restarts over every transport and mode: half an hour on two cores
+	$(BIN)/python -m tests.process.storm --versions 500 --json storm.json
 
 check: $(VENV)/.dev                 ## format, lint, types, import directions
 	$(BIN)/ruff format --check .

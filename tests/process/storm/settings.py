@@ -1,0 +1,65 @@
+"""What is stormed: transport, mode, sizes and deadlines. Both sides derive everything else from it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+TRANSPORTS = ("shm", "cma", "nixl")
+MODES = ("shadow", "in_place", "patch")
+ROW = 1024
+"""Elements of a row; a tensor has `rows` of them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StormSettings:
+    """One storm."""
+
+    transport: str = "shm"
+    mode: str = "shadow"
+    num_trainers: int = 2
+    num_engine_ranks: int = 2
+    ranks_per_engine: int = 1
+    num_tensors: int = 4
+    rows: int = 1024
+    silence_s: float = 1.0
+    version_s: float = 6.1
+    turn_s: float = 7.0
+    """How long a publication waits for its turn."""
+
+    @property
+    def is_sparse(self) -> bool:
+        """Whether only a part of the elements changes from version to version."""
+        return self.mode == "patch"
+
+    @property
+    def num_bytes(self) -> int:
+        """Of one copy of the weights."""
+        return self.num_tensors * self.rows * ROW * 4
+
+    @property
+    def engine_bytes(self) -> int:
+        """Of the weights one engine rank holds."""
+        return self.num_bytes // self.ranks_per_engine
+
+    @property
+    def end_s(self) -> float:
+        """When every publication must have ended: its turn, its version, a lost member, and a busy machine."""
+        return self.turn_s + self.version_s + 2 * self.silence_s + 10.0
+
+    @property
+    def is_never_cut_off(self) -> bool:
+        """Whether a stopped writer can reach live weights whatever the engine does."""
+        return self.mode == "in_place" and self.transport in ("cma", "nixl")
+
+    def transfer(self) -> dict[str, Any]:
+        """As weft's controller takes them."""
+        return {
+            "transport": self.transport,
+            "mode": self.mode,
+            "delta": "on" if self.mode == "patch" else "off",
+            "beat_s": self.silence_s / 5,
+            "silence_s": self.silence_s,
+            "version_s": self.version_s,
+            "nixl_devices": "lo",
+        }

@@ -1,0 +1,118 @@
+"""A short storm, and the worst sequences storms have found, each at its exact moment.
+
+`make storm` runs the long one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from tests.process.storm import faults
+from tests.process.storm.report import story
+from tests.process.storm.settings import StormSettings
+from tests.process.storm.storm import Storm
+
+LONG_S = 20.1
+"""A `version_s` that cannot be mistaken for anything that takes its time."""
+TRAINERS = ["trainer 0", "trainer 1"]
+StartStorm = Callable[..., Storm]
+
+
+@pytest.fixture
+def start() -> Iterator[StartStorm]:
+    """Storms that are ended, whatever happens, and must have found nothing."""
+    storms: list[Storm] = []
+
+    def begin(transport: str, mode: str, seed: int = 0, **settings: Any) -> Storm:
+        storms.append(Storm(StormSettings(transport=transport, mode=mode, **settings), seed))
+        return storms[-1]
+
+    yield begin
+    for storm in storms:
+        storm.close()
+
+
+def check(storm: Storm) -> None:
+    """Nothing happened that must never happen."""
+    assert not storm.verdicts.findings, story(storm.fleet.journal, storm.verdicts.findings)
+
+
+@pytest.mark.parametrize(
+    ("transport", "mode", "when"),
+    [
+        ("shm", "shadow", "offered"),
+        ("cma", "shadow", "offered"),
+        ("nixl", "shadow", "offered"),
+        ("shm", "patch", "offered"),
+        ("shm", "in_place", "committed"),
+        ("cma", "in_place", "committed"),
+    ],
+)
+def test_a_writer_that_was_stopped_cannot_tear_a_version_of_its_successor(start, transport, mode, when):
+    """Stopped at its first bytes, the controller restarted, replaced; it goes on when the next version is verified and
+    not yet visible, or just served. Then its successor, not it, is the trainer."""
+    storm = start(transport, mode)
+    ghost = faults.stop_while_writing(storm, "trainer 0")
+    storm.restart_controller()
+    storm.replace("trainer 0")
+    faults.go_on_when(storm, ghost, when)
+    for _ in range(10):
+        storm.publish()
+        storm.fleet.listen(storm.settings.silence_s / 10)
+    assert storm.recover()
+    check(storm)
+
+
+@pytest.mark.parametrize("mode", ["shadow", "in_place"])
+def test_a_version_that_trainers_gave_up_ends_when_they_say_so(start, mode):
+    """They hear only then that they may write it: nobody waits for its bytes, and no engine holds itself for torn."""
+    storm = start("shm", mode, version_s=LONG_S)
+    served = storm.fleet.states()
+    given_up = faults.hear_late(storm, TRAINERS)
+    assert all(how != "committed" for how, _ in given_up.outcomes().values())
+    following = storm.publish()
+    assert {how for how, _ in following.outcomes().values()} == {"committed"}
+    assert max(seconds for _, seconds in following.outcomes().values()) < LONG_S / 2
+    assert served
+    check(storm)
+
+
+@pytest.mark.parametrize("mode", ["shadow", "in_place"])
+def test_a_version_that_was_refused_to_one_trainer_is_refused_to_all(start, mode):
+    """Also if what was missing is back before the second trainer asks."""
+    storm = start("shm", mode, version_s=LONG_S)
+    before = storm.fleet.states()["engine 0"]
+    later = faults.refuse_one(storm, "engine 1")
+    (how, seconds), *_ = later.outcomes().values()
+    assert how != "committed"
+    assert seconds < LONG_S / 2
+    assert storm.fleet.states()["engine 0"] == before
+    assert storm.recover()
+    check(storm)
+
+
+@pytest.mark.parametrize(("transport", "mode"), [("shm", "shadow"), ("cma", "shadow"), ("nixl", "in_place")])
+def test_writers_that_are_lost_leave_nothing_behind_in_engines(start, transport, mode):
+    """Neither memory nor descriptors nor threads, once their processes have ended."""
+    storm = start(transport, mode)
+    faults.lose_writer(storm, "trainer 0")
+    assert storm.recover()
+    ghost = faults.stop_while_writing(storm, "trainer 1")
+    storm.fleet.wait_lost("trainer 1")
+    storm.replace("trainer 1")
+    storm.fleet.kill(ghost)
+    assert storm.recover()
+    check(storm)
+
+
+@pytest.mark.parametrize(
+    ("transport", "mode", "seed"), [("shm", "shadow", 1), ("cma", "in_place", 2), ("nixl", "patch", 3)]
+)
+def test_a_short_storm(start, transport, mode, seed):
+    storm = start(transport, mode, seed)
+    storm.run(faults.ALL, num_versions=30, on_step=lambda: None)
+    check(storm)
+    assert storm.verdicts.counts["checks"] >= len(storm.verdicts.committed)
