@@ -289,8 +289,8 @@ class Controller:
                 self._exchange(rank, version, group, message)
             case Written():
                 self._written(rank, message)
-            case Stopped(version=version, reason=reason):
-                self._stopped(member, known.join, version, reason)
+            case Stopped():
+                self._stopped(member, known.join, message)
 
     def _engine_report(self, member: str, known: Member, message: Any) -> None:
         rank = known.join.rank
@@ -320,6 +320,9 @@ class Controller:
         for member, silent_s in self._who.silent_for(self._settings.silence_s).items():
             self._lose(member, f"was not heard of for {silent_s:.1f} s")
         transfer = self._transfer
+        if transfer is not None and transfer.aborted is not None and time.monotonic() > transfer.abort_deadline:
+            transfer.has_bytes = True  # for all that is known
+            self._tell_engines(transfer, transfer.aborted)
         if transfer is not None and not transfer.is_decided and time.monotonic() > transfer.deadline:
             num_trainers, version_s = self._who.num["trainer"], self._settings.version_s
             self._apply(self._ledger.timed_out(transfer.lateness(num_trainers=num_trainers, version_s=version_s)))
@@ -523,6 +526,7 @@ class Controller:
             self._wants.pop(rank, None)
             if transfer is not None and rank in transfer.writers:
                 transfer.writers.discard(rank)
+                transfer.has_bytes = True
             elif is_settled:
                 self._settled.add(known.incarnation)
         else:
@@ -540,6 +544,8 @@ class Controller:
     def _retire(self) -> None:
         """Forget a version that is out of everybody's way."""
         transfer = self._transfer
+        if transfer is not None and transfer.aborted is not None and not transfer.writers:
+            self._tell_engines(transfer, transfer.aborted)
         if transfer is not None and transfer.is_decided and not transfer.writers and not self._uncommitted:
             self._transfer = None
             self._server.spin_s = SPIN_S
@@ -602,7 +608,6 @@ class Controller:
         if transfer.unpaused or transfer.is_decided:
             return
         for trainer in sorted(transfer.waiting):
-            transfer.was_written = True
             transfer.writers.add(trainer)
             engines = sorted(transfer.engines)
             holds = [self._holds.get(rank) for rank in engines]
@@ -655,6 +660,7 @@ class Controller:
         check_written(trainer, message, transfer.engines, self._owed(trainer))
         transfer.writers.discard(trainer)
         transfer.finished.add(trainer)
+        transfer.has_bytes = True
         transfer.parts += message.parts
         if not transfer.is_decided:
             self._finish_writing(transfer, trainer, message)
@@ -674,16 +680,17 @@ class Controller:
             return None
         return {engine: int(n) for engine, n in enumerate(self._plan.pair_bytes[trainer]) if n}
 
-    def _stopped(self, member: str, join: Join, version: int, reason: str) -> None:
+    def _stopped(self, member: str, join: Join, message: Stopped) -> None:
         """A trainer is not writing a version that it was told to write: nobody waits for it any longer."""
-        transfer = self._transfer
+        version, transfer = message.version, self._transfer
         if transfer is None or transfer.version != version:
             self._check_known(member, version, "has stopped")
             return
         transfer.writers.discard(join.rank)
+        transfer.has_bytes |= message.has_written
         if not transfer.is_decided:
-            log.warning("%s stopped writing version %d: %s", member, version, reason)
-            self._apply(self._fail(join, reason))
+            log.warning("%s stopped writing version %d: %s", member, version, message.reason)
+            self._apply(self._fail(join, message.reason))
         self._let_go()
 
     def _verify(self, transfer: Transfer) -> None:
@@ -763,19 +770,34 @@ class Controller:
         transfer.is_decided, transfer.is_commit = True, decision.commit
         commits = {rank for engine in decision.engines for rank in self._who.ranks_of(engine)}
         self._uncommitted |= dict.fromkeys(commits & set(self._who.joins("engine")), decision.version)
-        for rank in self._who.joins("engine"):
-            message = Decide(version=decision.version, commit=True)
-            if rank not in commits:
-                if transfer.was_written and self._settings.mode is ReceiverMode.IN_PLACE:
-                    self._holds[rank] = None
-                reason = decision.reason or "its engine was dropped"
-                message = Decide(version=decision.version, commit=False, torn=transfer.was_written, reason=reason)
-            self._send(f"engine {rank}", message)
+        if decision.commit or not self._writes_live:
+            self._tell_engines(transfer, decision)
+        else:  # whether engines are torn is known when the writers have stopped, which they do when they hear of it
+            transfer.aborted = decision
+            transfer.abort_deadline = time.monotonic() + self._settings.silence_s
         if decision.commit:
             self._finish()
         else:
             self._abort(decision)
         self._let_go()
+
+    @property
+    def _writes_live(self) -> bool:
+        """Whether trainers write into the live weights of engines, which stand still for that."""
+        return self._settings.mode is ReceiverMode.IN_PLACE
+
+    def _tell_engines(self, transfer: Transfer, decision: Decision) -> None:
+        """What was decided, and whether those that do not commit hold something torn."""
+        transfer.aborted = None
+        commits = {rank for engine in decision.engines for rank in self._who.ranks_of(engine)}
+        for rank in self._who.joins("engine"):
+            message = Decide(version=decision.version, commit=True)
+            if rank not in commits:
+                if transfer.has_bytes and self._writes_live:
+                    self._holds[rank] = None
+                reason = decision.reason or "its engine was dropped"
+                message = Decide(version=decision.version, commit=False, torn=transfer.has_bytes, reason=reason)
+            self._send(f"engine {rank}", message)
 
     def _abort(self, decision: Decision) -> None:
         self._counts["aborted"] += 1

@@ -161,6 +161,8 @@ class Stopped(_Message, frozen=True):
 
     version: int
     reason: str
+    has_written: bool
+    """Whether any byte of it may have been written."""
 
 
 class At(_Message, frozen=True):

@@ -176,7 +176,7 @@ class Receiver:
     @property
     def decided_within_s(self) -> float:
         """How long a version in place may take once the engine stands still, whatever happens to others."""
-        return self._control.settings.version_s + self._control.settings.silence_s
+        return self._control.settings.version_s + 2 * self._control.settings.silence_s
 
     @property
     def is_poisoned(self) -> bool:

@@ -254,7 +254,8 @@ class Sender:
             self.failed(TransferTimeout(f"{self.member} cannot stop writing version {version}"))
             self._control.close()  # the controller must treat this writer as lost
         elif publication._go is not None:
-            self._control.post(Stopped(version=version, reason=str(error)))
+            has_written = publication._job is not None and bool(publication._job.tickets)
+            self._control.post(Stopped(version=version, reason=str(error), has_written=has_written))
 
     def _write(self, publication: Publication, go: Go) -> None:
         """Write everything, and report it."""
@@ -352,7 +353,8 @@ class Sender:
         publication = self._publications.get(version)
         if publication is None or not publication._accept(message):
             error = publication._error if publication is not None else None
-            self._control.post(Stopped(version=version, reason=f"{self.member} gave it up: {error or 'it is over'}"))
+            reason = f"{self.member} gave it up: {error or 'it is over'}"
+            self._control.post(Stopped(version=version, reason=reason, has_written=False))
 
     def _open(self, number: int, names: list[str]) -> None:
         self._transports.open(names, self._control.settings)

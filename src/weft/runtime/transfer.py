@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from weft.core.plan import Plan
+from weft.core.version import Decision
 from weft.runtime.messages import Part
 
 
@@ -26,10 +27,13 @@ class Transfer:
     finished: set[int] = field(default_factory=set)
     """Trainers that have written all they owe."""
     parts: list[Part] = field(default_factory=list)
-    was_written: bool = False
-    """Whether anyone was ever told to write it."""
+    has_bytes: bool = False
+    """Whether any byte of it was written, or may have been by a writer that was lost."""
     is_decided: bool = False
     is_commit: bool = False
+    aborted: Decision | None = None
+    """An abort that engines have not heard of, because writers have not said yet whether they wrote anything."""
+    abort_deadline: float = 0.0
 
     @property
     def wire_bytes(self) -> int:

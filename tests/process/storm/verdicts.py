@@ -88,8 +88,10 @@ class Verdicts:
             self.committed.add(version)
         if seconds > self._settings.end_s:
             self._find("hung", event, f"version {version} took {seconds:.1f} s: {how}")
+        if actor is not None and actor.is_replaced:
+            return  # it was stopped meanwhile: its clock says nothing
         self.look_for_lateness(how, event.time_s)
-        if actor is not None and not actor.is_replaced and "another process" in how:
+        if actor is not None and "another process" in how:
             self._add_once("evicted", actor.pid, event.time_s, f"{event.who}: {how}")
 
     def _not_committed(self, event: Event, version: int, why: str) -> None:
