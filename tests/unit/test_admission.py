@@ -1,0 +1,182 @@
+"""What a controller believes: tables of messages that members of good will never send."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import msgspec
+import pytest
+
+from weft.core.version import MAX_STEP
+from weft.errors import LayoutError, ProtocolError, WeftError
+from weft.runtime.admission import check_join, check_opened, check_side, check_written, unbelievable
+from weft.runtime.messages import (
+    Beat,
+    Committed,
+    HeldShard,
+    Join,
+    Loss,
+    Offer,
+    Offered,
+    Opened,
+    Part,
+    Paused,
+    Ready,
+    Want,
+    Written,
+)
+from weft.transport.base import Descriptor, Endpoint
+from weft.transport.host import ProcessIdentity
+from weft.transport.registry import place_here
+
+SHARD = HeldShard(name="w", dtype="bf16", shape=(8, 4), lo=(0, 0), extent=(8, 4), strides=(4, 1))
+
+
+def join(side: str = "engine", held: list[HeldShard] | None = None, **facts: Any) -> Join:
+    return Join(
+        protocol=5,
+        side=side,
+        rank=0,
+        held=[SHARD] if held is None else held,
+        place=place_here(),
+        process=ProcessIdentity.of(os.getpid()),
+        age_s=facts.pop("age_s", 1.0),
+        **facts,
+    )
+
+
+@pytest.mark.parametrize(
+    ("side", "message"),
+    [
+        ("trainer", Ready(version=1)),
+        ("trainer", Committed(version=1)),
+        ("trainer", Paused(version=1)),
+        ("engine", Want(version=1)),
+        ("engine", Written(version=1, parts=[], losses=[])),
+    ],
+)
+def test_each_side_has_its_messages(side, message):
+    check_side(side, Beat())
+    with pytest.raises(ProtocolError, match=f"{side} does not send {type(message).__name__}"):
+        check_side(side, message)
+
+
+@pytest.mark.parametrize(
+    ("side", "facts"),
+    [
+        ("trainer", {"pending": 3}),
+        ("trainer", {"ready": 3}),
+        ("trainer", {"holds": 3}),
+        ("trainer", {"seen": 3}),
+        ("trainer", {"offered": [Offered(rank=0, incarnation=1)]}),
+        ("trainer", {"last": -1}),
+        ("engine", {"last": 2**63}),
+        ("engine", {"pending": -5}),
+        ("engine", {"age_s": -1.0}),
+        ("engine", {"age_s": float("nan")}),
+        ("engine", {"incarnation": -1}),
+    ],
+)
+def test_a_member_joins_with_a_story_that_makes_sense(side, facts):
+    check_join(join(side, last=3))
+    with pytest.raises(ProtocolError, match=f"{side} 0 joins with"):
+        check_join(join(side, **facts))
+
+
+@pytest.mark.parametrize(
+    ("changes", "what"),
+    [
+        ({"name": ""}, "no name"),
+        ({"dtype": "int3"}, "unknown dtype"),
+        ({"shape": ()}, "impossible shape"),
+        ({"shape": (0, 4)}, "impossible shape"),
+        ({"shape": (2**40, 4)}, "impossible shape"),
+        ({"lo": (0,)}, "dimensions"),
+        ({"strides": (4,)}, "dimensions"),
+        ({"lo": (1, 0)}, "outside"),
+        ({"lo": (-1, 0)}, "outside"),
+        ({"extent": (8, 5)}, "outside"),
+        ({"strides": (4, 0)}, "twice"),
+        ({"strides": (1, 1)}, "twice"),
+        ({"strides": (3, 1)}, "twice"),
+    ],
+)
+def test_a_shard_is_a_box_in_memory_of_its_own(changes, what):
+    with pytest.raises(LayoutError, match=what):
+        check_join(join(held=[msgspec.structs.replace(SHARD, **changes)]))
+
+
+def test_engines_name_each_tensor_once_and_trainers_may_hold_several_boxes():
+    halves = [msgspec.structs.replace(SHARD, lo=(4 * half, 0), extent=(4, 4)) for half in range(2)]
+    check_join(join("trainer", held=halves))
+    with pytest.raises(LayoutError, match="w: twice"):
+        check_join(join("engine", held=halves))
+
+
+def test_transposed_weights_are_refused_before_they_cost_memory():
+    shape = (4096, 4096)
+    square = HeldShard(name="w", dtype="bf16", shape=shape, lo=(0, 0), extent=shape, strides=(4096, 1))
+    check_join(join(held=[square]))
+    with pytest.raises(LayoutError, match="w: 16777216 pieces"):
+        check_join(join(held=[msgspec.structs.replace(square, strides=(1, 4096))]))
+
+
+def test_who_knows_of_versions_that_nobody_else_does():
+    assert not unbelievable({"trainer 0": join("trainer", last=7), "engine 0": join(last=6, pending=7)})
+    assert not unbelievable({"trainer 0": join("trainer"), "engine 0": join(last=10**12)})
+    assert list(unbelievable({"trainer 0": join("trainer", last=2**62), "engine 0": join(last=7)})) == ["trainer 0"]
+    assert list(unbelievable({"trainer 0": join("trainer", last=2**62), "engine 0": join()})) == ["trainer 0"]
+    assert not unbelievable({"trainer 0": join("trainer", last=MAX_STEP), "engine 0": join(last=0)})
+
+
+def opened(**changes: Any) -> Opened:
+    offer = Offer(
+        endpoint=Endpoint(transport="shm", member=changes.pop("member", "engine 0"), data=b""),
+        descriptors=[Descriptor(transport=changes.pop("spoken", "shm"), address=4096, num_bytes=64, data=b"")],
+    )
+    facts = {"round": 1, "offers": {"shm": offer}, "addresses": [4096]} | changes
+    return Opened(**facts)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"offers": {}},
+        {"member": "engine 1"},
+        {"spoken": "cma"},
+        {"addresses": []},
+        {"addresses": [1, 2]},
+        {"addresses": [-1]},
+        {"addresses": [2**63]},
+        {"patch_bytes": -1},
+    ],
+)
+def test_what_was_opened_is_what_was_asked_for(changes):
+    check_opened(join(), opened(), {"shm"})
+    with pytest.raises(ProtocolError):
+        check_opened(join(), opened(**changes), {"shm"})
+
+
+def part(**changes: Any) -> Part:
+    return Part(**({"trainer": 0, "engine": 1, "num_bytes": 64, "digest": 5} | changes))
+
+
+@pytest.mark.parametrize(
+    ("parts", "losses"),
+    [
+        ([part(trainer=1)], []),
+        ([part(engine=7)], []),
+        ([part(), part()], []),
+        ([part()], [Loss(engine=1, reason="")]),
+        ([], [Loss(engine=9, reason="")]),
+        ([part(num_bytes=63)], []),
+        ([part(num_bytes=-1)], []),
+        ([part(digest=2**64)], []),
+    ],
+)
+def test_a_trainer_speaks_of_what_it_was_told_to_write(parts, losses):
+    check_written(0, Written(version=1, parts=[part()], losses=[]), {0, 1}, {1: 64})
+    check_written(0, Written(version=1, parts=[], losses=[Loss(engine=1, reason="")]), {0, 1}, {1: 64})
+    with pytest.raises(WeftError):
+        check_written(0, Written(version=1, parts=parts, losses=losses), {0, 1}, {1: 64})
