@@ -69,5 +69,5 @@ def test_whatever_breaks_while_writing_reaches_the_tickets(monkeypatch):
         broken = property(lambda _: 1 // 0)
         monkeypatch.setattr("weft.transport.host.LivingProcess.has_ended", broken)
         for ticket in sender.post_all(batches, tag=1):
-            with pytest.raises(TransportError, match="division by zero"):
+            with pytest.raises(TransportError, match="by zero"):
                 ticket.wait(WAIT_S)
