@@ -32,7 +32,7 @@ from weft.core.topology import Cluster, load_topology
 from weft.core.version import CommitPolicy, Decision, VersionLedger
 from weft.errors import ConfigError, PlanError, VersionError, WeftError
 from weft.runtime.amax import AmaxExchange
-from weft.runtime.channel import BURST_SPIN_S, SPIN_S, Server
+from weft.runtime.channel import BURST_SPIN_S, SPIN_S, Invalid, Server
 from weft.runtime.matching import plan_members
 from weft.runtime.membership import Member, Membership
 from weft.runtime.messages import (
@@ -154,7 +154,9 @@ class Controller:
         self._last_aborted: int | None = None
         self._planned = threading.Event()
         self._stop = threading.Event()
-        self._server = Server(address, messages=ToController, **security)
+        self._server = Server(
+            address, messages=ToController, protocol=PROTOCOL, objection=self._who.objection, **security
+        )
         self.address = self._server.address
         self._thread = threading.Thread(target=self._run, name="weft-controller", daemon=True)
         self._thread.start()
@@ -230,6 +232,9 @@ class Controller:
             self._lose(self._who.name_of(connection), f"was refused: {error}")
 
     def _handle(self, connection: str, message: Any) -> None:
+        if isinstance(message, Invalid):
+            self._expel(connection, f"sent an invalid message: {message.reason}")
+            return
         if isinstance(message, Join):
             self._join(connection, message)
             return
@@ -281,7 +286,18 @@ class Controller:
             case Leave(reason=reason):
                 self._lose(member, f"left: {reason}" if reason else "left")
 
+    def _expel(self, connection: str, how: str) -> None:
+        """End a connection; the member behind it, if there is one, is lost."""
+        self._server.send(connection, Refused(reason=f"it {how}"))
+        self._server.forget(connection)
+        if self._who.behind(connection) is not None:
+            self._lose(self._who.name_of(connection), how)
+
     def _look_at_clocks(self) -> None:
+        for connection in self._server.stuck(self._settings.silence_s):
+            self._expel(connection, "does not read its messages")
+        for connection, reason in self._server.revoked().items():
+            self._expel(connection, f"was refused: {reason}")
         for member, silent_s in self._who.silent_for(self._settings.silence_s).items():
             self._lose(member, f"was not heard of for {silent_s:.1f} s")
         transfer = self._transfer
@@ -293,10 +309,8 @@ class Controller:
 
     def _join(self, connection: str, join: Join) -> None:
         member = f"{join.side} {join.rank}"
-        if join.protocol != PROTOCOL or not self._who.fits(join):
-            reason = f"{member} (protocol {join.protocol}) does not fit {self._who.num}"
-            hint = "check ranks and the installed weft version"
-            self._server.send(connection, Refused(reason=reason, hint=hint))
+        if member != self._who.name_of(connection):
+            self._server.send(connection, Refused(reason=f"{self._who.name_of(connection)} wants to join as {member}"))
             return
         if member in self._who.members:
             self._replace(member, connection)

@@ -13,6 +13,7 @@ from typing import Literal
 import msgspec
 
 from weft.config import DeltaPolicy, ReceiverMode, TransferSettings
+from weft.runtime.channel import member_of, parse_member
 from weft.runtime.messages import Join, Opened
 from weft.transport.registry import Choice, choose
 
@@ -40,17 +41,18 @@ class Membership:
         self.lost: dict[str, str] = {}
         """Members that are gone, and how; until they join again."""
         self.round = 0
-        self._names: dict[str, str] = {}
-        """Connection → the member it joined as, also of those that are gone."""
 
-    def fits(self, join: Join) -> bool:
-        """Whether there is such a rank."""
-        return 0 <= join.rank < self.num[join.side]
+    def objection(self, member: str) -> str | None:
+        """Why a process cannot join under this name; None if it can."""
+        named = parse_member(member)
+        if named is None or named[0] not in self.num:
+            return f"`{member}` is neither a trainer nor an engine"
+        side, rank = named
+        return None if rank < self.num[side] else f"{member} does not fit: the {side} ranks are 0 to {self.num[side] - 1}"
 
     def add(self, connection: str, join: Join) -> None:
         """A process has joined."""
         member = f"{join.side} {join.rank}"
-        self._names[connection] = member
         self.members[member] = Member(connection, join, time.monotonic())
         self.lost.pop(member, None)
 
@@ -62,8 +64,8 @@ class Membership:
         return known
 
     def name_of(self, connection: str) -> str:
-        """The member a connection joined as, even if it is gone; empty for strangers."""
-        return self._names.get(connection, "")
+        """The member a connection speaks for, whether or not it has joined."""
+        return member_of(connection)
 
     def behind(self, connection: str) -> Member | None:
         """The member that speaks through a connection now."""

@@ -1,4 +1,4 @@
-"""Everything that travels on the control plane. Version 4.
+"""Everything that travels on the control plane. Version 5.
 
     member → controller   Join, Opened, Want, Amax, Written, At, Paused, Ready, Failed, Committed, Beat, Leave
     controller → member   Welcome, Refused, Unknown, Open, SendPlan, ReceivePlan, Expect, Go, Agreed, Verify, Boundary,
@@ -18,7 +18,7 @@ from weft.config import TransferSettings
 from weft.transport.base import Column, Descriptor, Endpoint
 from weft.transport.registry import Place
 
-PROTOCOL = 4
+PROTOCOL = 5
 STEPS_AHEAD = 2
 """How many steps an engine rank may go on while the ranks of its engine agree on a boundary."""
 
