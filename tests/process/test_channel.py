@@ -13,7 +13,7 @@ import pytest
 import zmq
 
 from weft.errors import AuthError, ConfigError, ProtocolError
-from weft.runtime.channel import Client, Invalid, Reset, Server
+from weft.runtime.channel import Client, Invalid, Server
 from weft.runtime.keys import KeyRing, load_keys, load_public, make_keys
 
 ANYWHERE = "tcp://127.0.0.1:*"
@@ -159,9 +159,7 @@ def keys(tmp_path):
 
 
 def secured(keys, **more):
-    return Server(
-        ANYWHERE, messages=MESSAGES, keys=load_keys(keys / "controller.key"), allowed=KeyRing(keys), **more
-    )
+    return Server(ANYWHERE, messages=MESSAGES, keys=load_keys(keys / "controller.key"), allowed=KeyRing(keys), **more)
 
 
 def test_members_with_an_allowed_key_are_served(keys):

@@ -70,6 +70,8 @@ ANSWER_S = 0.25
 """How often a stranger is answered."""
 FLUSH_S = 0.002
 """How often a full connection is tried again."""
+UNFINISHED_S = 10.0
+"""How long the rest of a message may be missing."""
 HANDSHAKE_MS, DEAD_MS = 5_000, 10_000
 MAX_CUT_HANDSHAKES = 3
 """A server that hangs up so often while keys are checked does not hold the key it is believed to hold."""
@@ -135,6 +137,7 @@ class _Peer:
     key: str
     greeting: int
     inbound: Assembly
+    heard_at: float
     next_number: int = 0
     backlog: deque[bytes] = field(default_factory=deque)
     backlog_bytes: int = 0
@@ -170,7 +173,7 @@ class Server:
         """Member → its admitted connections, oldest first."""
         self._blocked: set[str] = set()
         """Connections with a backlog."""
-        self._flushed_at, self._checked_keys_at = 0.0, 0.0
+        self._flushed_at, self._checked_keys_at, self._tidied_at = 0.0, 0.0, 0.0
         self._answered: OrderedDict[tuple[str, Kind], float] = OrderedDict()
         """When a stranger got an answer of this kind last, oldest first."""
         self._context = zmq.Context()
@@ -203,6 +206,7 @@ class Server:
     def receive(self, timeout_s: float) -> Received | None:
         """The next message, or None when there is none in time."""
         deadline = time.monotonic() + timeout_s
+        self._forget_unfinished()
         num_dropped = 0
         while self._is_readable(deadline):
             received = self._take()
@@ -224,6 +228,15 @@ class Server:
                 return True
             if time.monotonic() >= deadline:
                 return False
+
+    def _forget_unfinished(self) -> None:
+        """Give back the memory of messages whose rest does not come."""
+        now = time.monotonic()
+        if now - self._tidied_at > UNFINISHED_S / 4:
+            self._tidied_at = now
+            late = now - UNFINISHED_S
+            for connection in [c for c, p in self._peers.items() if p.inbound.is_unfinished and p.heard_at < late]:
+                self.forget(connection)
 
     def _take(self) -> Received | None:
         """Read one ZeroMQ message; None unless it completes a message of an admitted peer."""
@@ -253,6 +266,7 @@ class Server:
         return name.decode("ascii"), data, part["User-Id"] if self._allowed is not None else ""
 
     def _message(self, sender: str, peer: _Peer, frame: Frame | None) -> Received | None:
+        peer.heard_at = time.monotonic()
         try:
             if frame is None or frame.kind is not Kind.DATA or frame.protocol != self._protocol:
                 raise FragmentError("a frame is not part of a message")
@@ -276,7 +290,9 @@ class Server:
         member = member_of(sender)
         refusal = self._refusal(member, hello.protocol, key)
         if refusal is None:
-            self._admit(sender, member, _Peer(key=key, greeting=hello.greeting, inbound=self._new_assembly()))
+            inbound = Assembly(self._max_message_bytes)
+            peer = _Peer(key=key, greeting=hello.greeting, inbound=inbound, heard_at=time.monotonic())
+            self._admit(sender, member, peer)
         else:
             kind, reason, hint = refusal
             self._answer(sender, kind, hello.greeting, f"{reason}\0{hint}".encode()[:MAX_REASON_BYTES])
@@ -295,9 +311,6 @@ class Server:
         if objection is not None:
             return Kind.REFUSED, objection, "check ranks, and how many members the controller was started for"
         return None
-
-    def _new_assembly(self) -> Assembly:
-        return Assembly(self._max_message_bytes)
 
     def _admit(self, sender: str, member: str, peer: _Peer) -> None:
         """From now on messages of this peer count."""

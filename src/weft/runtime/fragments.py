@@ -99,6 +99,11 @@ class Assembly:
         self._parts: list[bytes] = []
         self._left = 0
 
+    @property
+    def is_unfinished(self) -> bool:
+        """Whether the rest of a message is missing."""
+        return bool(self._parts)
+
     def take(self, frame: Frame) -> bytes | None:
         """The message that this fragment completes, if it does."""
         if frame.number != self._next:

@@ -48,7 +48,9 @@ class Membership:
         if named is None or named[0] not in self.num:
             return f"`{member}` is neither a trainer nor an engine"
         side, rank = named
-        return None if rank < self.num[side] else f"{member} does not fit: the {side} ranks are 0 to {self.num[side] - 1}"
+        return (
+            None if rank < self.num[side] else f"{member} does not fit: the {side} ranks are 0 to {self.num[side] - 1}"
+        )
 
     def add(self, connection: str, join: Join) -> None:
         """A process has joined."""
