@@ -88,7 +88,7 @@ def start(number: int, node: tuple[str, str, str], master: str, out: Path, keys:
 
 
 def test_a_run_under_torchrun_trains_through_nixl_over_tcp(tmp_path):
-    make_keys(tmp_path / "keys", ["controller", "member"])
+    make_keys(tmp_path / "keys", ["controller", "trainer", "engine"])
     with two_nodes() as nodes:
         master = nodes[0][2]
         processes = [

@@ -20,7 +20,7 @@ from weft.errors import (
     WeftError,
 )
 from weft.runtime.controller import Controller
-from weft.runtime.keys import load_allowed, load_keys, load_public, make_keys
+from weft.runtime.keys import KeyRing, load_keys, load_public, make_keys
 from weft.runtime.receiver import Receiver
 from weft.runtime.sender import Sender
 from weft.runtime.weights import Part, Weights
@@ -335,18 +335,18 @@ def test_a_member_that_cannot_open_its_transport_says_why_to_everybody():
 
 def test_only_members_with_keys_join(tmp_path):
     make_keys(tmp_path, ["controller", "trainer", "engine"])
-    make_keys(tmp_path / "strange", ["stranger"])
+    make_keys(tmp_path / "strange", ["engine"])
     public = load_public(tmp_path / "controller.pub")
     weights = Weights.from_arrays({"w": np.zeros(4, np.float32)})
     with Controller(
-        num_trainers=1, num_engine_ranks=1, keys=load_keys(tmp_path / "controller.key"), allowed=load_allowed(tmp_path)
+        num_trainers=1, num_engine_ranks=1, keys=load_keys(tmp_path / "controller.key"), allowed=KeyRing(tmp_path)
     ) as controller:
         with (
             Receiver(
                 controller.address,
                 rank=0,
                 weights=weights,
-                keys=load_keys(tmp_path / "strange" / "stranger.key"),
+                keys=load_keys(tmp_path / "strange" / "engine.key"),
                 server_public=public,
             ) as stranger,
             pytest.raises(AuthError, match="refused"),

@@ -7,7 +7,7 @@ import signal
 import threading
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.markup import escape
@@ -17,7 +17,7 @@ from weft.cli.output import err, print_json
 from weft.config import DeltaPolicy, DigestPolicy, TransferSettings
 from weft.core.version import CommitPolicy
 from weft.runtime.controller import Controller
-from weft.runtime.keys import load_allowed, load_keys
+from weft.runtime.keys import controller_security
 
 
 def controller_command(
@@ -60,9 +60,7 @@ def controller_command(
         silence_s=silence_s,
         version_s=version_s,
     )
-    security: dict[str, Any] = (
-        {} if keys is None else {"keys": load_keys(keys / "controller.key"), "allowed": load_allowed(keys)}
-    )
+    security = {} if keys is None else controller_security(keys)
     _log_to_stderr()
     stop = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):

@@ -86,7 +86,7 @@ def rl_command(
     timeout_s: Annotated[float, typer.Option(help="How long any member waits for any other.")] = DEFAULT.timeout_s,
     silence_s: Annotated[float, typer.Option(help="An engine silent for this long is lost.")] = DEFAULT.silence_s,
     port: Annotated[int, typer.Option(help="Under torchrun: of the controller; the next one is taken too.")] = 7070,
-    keys: Annotated[str, typer.Option(help="Under torchrun: folder of `weft keys controller member`.")] = "",
+    keys: Annotated[str, typer.Option(help="Under torchrun: folder of `weft keys controller trainer engine`.")] = "",
     out_dir: Annotated[Path | None, typer.Option("--out", help="Where report and logs go.")] = None,
     as_json: Json = False,
 ) -> None:

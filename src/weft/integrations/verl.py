@@ -30,7 +30,6 @@ from typing import Any, ClassVar
 
 import ray
 import torch
-import zmq
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from verl.checkpoint_engine.base import CheckpointEngine, CheckpointEngineManager, CheckpointEngineRegistry
 
@@ -39,7 +38,7 @@ from weft.errors import LayoutError, VersionError
 from weft.integrations.dtypes import NAMES
 from weft.integrations.torch import weights_of, weights_of_tensors
 from weft.runtime.controller import Controller
-from weft.runtime.keys import Keys
+from weft.runtime.keys import Grant, KeyRing, new_keys
 from weft.runtime.receiver import Receiver
 from weft.runtime.sender import Sender
 from weft.runtime.weights import Part
@@ -121,8 +120,8 @@ class _Session:
 
     members: tuple[str, ...]
     controller: Controller
-    security: dict[str, Any]
-    """For members on other hosts."""
+    security: dict[str, dict[str, Any]]
+    """Of each side, for members on other hosts."""
 
 
 @dataclass(slots=True)
@@ -198,14 +197,15 @@ class WeftCheckpointEngine(CheckpointEngine):
             session = cls._sessions[master["home"]] = _new_session(members, num_senders, metadata)
         common = {
             "address": session.controller.address,
-            "security": session.security,
             "num_senders": num_senders,
             "epoch": uuid.uuid5(uuid.NAMESPACE_OID, session.controller.address + "".join(members)).hex,
             "version": max(m["version"] for m in metadata) + 1,
             "store": (master["node"], master["port"]),
         }
         senders = [rank if rank < num_senders else -1 for rank in range(actor_wg_world_size)]
-        return _for_each(senders, common), _for_each(list(range(rollout_world_size)), common)
+        actors = _for_each(senders, common | {"security": session.security["trainer"]})
+        rollouts = _for_each(list(range(rollout_world_size)), common | {"security": session.security["engine"]})
+        return actors, rollouts
 
     def init_process_group(
         self,
@@ -366,13 +366,14 @@ def _new_session(members: tuple[str, ...], num_senders: int, metadata: Sequence[
     here = ray.util.get_node_ip_address().strip("[]")
     options = metadata[0]["options"]
     server: dict[str, Any] = {}
-    security: dict[str, Any] = {}
+    security: dict[str, dict[str, Any]] = {"trainer": {}, "engine": {}}
     address = "tcp://127.0.0.1:*"
     if options["use_keys"] or {m["node"] for m in metadata} != {here}:
-        own, theirs = _new_keys(), _new_keys()
+        own, theirs = new_keys(), {side: new_keys() for side in security}
         address = f"tcp://[{here}]:*" if ":" in here else f"tcp://{here}:*"
-        server = {"keys": own, "allowed": [theirs.public]}
-        security = {"keys": theirs, "server_public": own.public}
+        grants = [Grant(public=keys.public, side=side) for side, keys in theirs.items()]
+        server = {"keys": own, "allowed": KeyRing(grants=grants)}
+        security = {side: {"keys": keys, "server_public": own.public} for side, keys in theirs.items()}
     controller = Controller(
         address,
         num_trainers=num_senders,
@@ -381,11 +382,6 @@ def _new_session(members: tuple[str, ...], num_senders: int, metadata: Sequence[
         **server,
     )
     return _Session(members, controller, security)
-
-
-def _new_keys() -> Keys:
-    public, secret = (half.decode() for half in zmq.curve_keypair())
-    return Keys(public=public, secret=secret)
 
 
 class WeftManager(CheckpointEngineManager):

@@ -39,7 +39,7 @@ from weft.rl.rank import run_rank
 from weft.rl.record import Record
 from weft.rl.settings import LoopSettings
 from weft.rl.tasks import load_task
-from weft.runtime.keys import load_allowed, load_keys
+from weft.runtime.keys import controller_security
 
 TICK_S = 0.1
 STOP_S = 5.0
@@ -55,10 +55,7 @@ class Heart:
 
     def __init__(self, settings: LoopSettings, *, host: str = "127.0.0.1", port: int = 0, keys: str = "") -> None:
         """`port`: of the controller; the coordinator takes the next. 0: any."""
-        security: dict[str, Any] = {}
-        if keys:
-            folder = Path(keys)
-            security = {"keys": load_keys(folder / "controller.key"), "allowed": load_allowed(folder)}
+        security = controller_security(Path(keys)) if keys else {}
         self.controller = Controller(
             f"tcp://{host}:{port or '*'}",
             num_trainers=settings.num_trainers,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import datetime
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, Self
 
 import msgspec
@@ -17,8 +16,8 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from weft.errors import PeerLost
 from weft.rl.messages import ToMember
 from weft.rl.settings import LoopSettings
-from weft.runtime.channel import Client
-from weft.runtime.keys import load_keys, load_public
+from weft.runtime.channel import Client, Reset
+from weft.runtime.keys import member_security
 
 LISTEN_S = 0.2
 
@@ -33,14 +32,11 @@ class Links(msgspec.Struct, frozen=True, kw_only=True):
     run_dir: str
     """Shared by the members of one machine."""
     keys: str = ""
-    """Folder with controller.pub and member.key; empty on one machine."""
+    """Folder with controller.pub, trainer.key and engine.key; empty on one machine."""
 
-    def security(self) -> dict[str, Any]:
-        """Keys, for channels that need them."""
-        if not self.keys:
-            return {}
-        folder = Path(self.keys)
-        return {"keys": load_keys(folder / "member.key"), "server_public": load_public(folder / "controller.pub")}
+    def security(self, member: str) -> dict[str, Any]:
+        """Keys, for channels that need them: of the side that a member is on."""
+        return member_security(self.keys, member.split(maxsplit=1)[0])
 
     def store(self, name: str, settings: LoopSettings) -> Store:
         """A part of the store all members share."""
@@ -54,7 +50,7 @@ class Conversation:
 
     def __init__(self, links: Links, member: str, timeout_s: float) -> None:
         self.member, self._timeout_s = member, timeout_s
-        self._client = Client(links.coordinator, member=member, messages=ToMember, **links.security())
+        self._client = Client(links.coordinator, member=member, messages=ToMember, **links.security(member))
 
     def say(self, message: Any) -> None:
         """Send; nothing comes back."""
@@ -70,6 +66,8 @@ class Conversation:
         deadline = time.monotonic() + self._timeout_s
         while time.monotonic() < deadline:
             answer = self._client.receive(LISTEN_S)
+            if isinstance(answer, Reset):
+                raise PeerLost(f"the coordinator was restarted, or had given {self.member} up")
             if answer is not None:
                 return answer
             meanwhile()

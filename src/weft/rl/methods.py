@@ -57,7 +57,11 @@ class WeftSending:
     def __init__(self, settings: LoopSettings, links: Links, policy: nn.Module, rank: int) -> None:
         self._timeout_s = settings.timeout_s
         self._sender = Sender(
-            links.controller, rank=rank, weights=weights_of(policy), timeout_s=settings.timeout_s, **links.security()
+            links.controller,
+            rank=rank,
+            weights=weights_of(policy),
+            timeout_s=settings.timeout_s,
+            **links.security("trainer"),
         )
         self._watcher = ThreadPoolExecutor(max_workers=1, thread_name_prefix="weft-rl-watch")
         self._seen: list[Future[Sent]] = []
@@ -185,7 +189,7 @@ class WeftReceiving:
 
     def __init__(self, links: Links, model: EngineModel, rank: int) -> None:
         weights = weights_of(model, parts=model.parts)
-        self._receiver = Receiver(links.controller, rank=rank, weights=weights, **links.security())
+        self._receiver = Receiver(links.controller, rank=rank, weights=weights, **links.security("engine"))
 
     def update(self) -> float | None:
         """Commit, if there is something to commit."""

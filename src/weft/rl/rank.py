@@ -37,7 +37,7 @@ def run_rank(settings: LoopSettings, links: Links, *, rank: int, local_rank: int
         member.run()
     except Exception as error:
         reason = f"{type(error).__name__}: {error}"
-        with contextlib.suppress(WeftError), Conversation(links, f"{name} fails", LAST_WORDS_S) as talk:
+        with contextlib.suppress(WeftError), Conversation(links, name, LAST_WORDS_S) as talk:
             talk.ask(Failed(member=name, reason=reason))
         raise
     member.close()

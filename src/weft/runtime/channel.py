@@ -3,26 +3,33 @@
     consumes      frames from the network                  produces      decoded messages of one msgspec union
     waits for     a message, at most `timeout_s`           unblocked by  the network, or `close` from the same thread
 
-A Server (the controller) talks to many Clients (members). Without keys a server listens on loopback only. What is not
-a whole message of the expected union is counted and dropped, never raised: a stranger cannot stop the server.
+A Server (the controller) talks to many Clients (members). Without keys a server listens on loopback only. A client
+greets first; the server admits it by its name and key, or refuses it with a reason. Messages of any other peer are
+counted and dropped. A peer that floods, sends junk or does not read costs the server a bounded amount of memory and
+stops nobody else: no send waits, and high-water marks hold in both directions.
+
+ZeroMQ's own heartbeats stay off. libzmq 4.3.5 aborts the process when a heartbeat is due on a connection that broke
+while its inbound queue was full. Members beat by themselves; a host that is gone is noticed by TCP.
 
     server = Server("tcp://127.0.0.1:7070", messages=Ping | Pong)
     client = Client(server.address, member="trainer 0", messages=Ping | Pong)
     client.send(Ping(number=1))
-    received = server.receive(timeout_s=1.0)        # Received(sender="trainer 0 3f6a0c1e", message=Ping(number=1))
+    received = server.receive(timeout_s=1.0)        # Received(sender="trainer 0 3f6a0c1e", message=Ping(number=1), …)
     server.send(received.sender, Pong(number=1))
 """
 
 from __future__ import annotations
 
+import errno
 import ipaddress
 import os
 import re
 import secrets
 import socket
 import time
-from collections.abc import Collection
-from dataclasses import dataclass, replace
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from math import ceil
 from typing import Any, Self
 
@@ -33,16 +40,47 @@ import zmq.utils.monitor
 import zmq.utils.z85
 
 from weft.errors import AuthError, ConfigError, ProtocolError
-from weft.runtime.keys import Keys
+from weft.runtime.fragments import (
+    MAX_FRAME_BYTES,
+    Assembly,
+    FragmentError,
+    Frame,
+    GapError,
+    Kind,
+    cut,
+    pack_frame,
+    parse,
+)
+from weft.runtime.keys import REREAD_S, KeyRing, Keys
 
 MAX_MESSAGE_BYTES = 256 << 20
+MAX_BACKLOG_BYTES = 2 * MAX_MESSAGE_BYTES
+"""Of one connection. What does not fit is not taken: the peer does not read."""
 MAX_MEMBER_BYTES, MAX_SENDER_BYTES = 64, 80
-HEARTBEAT_MS, SILENCE_MS = 1_000, 5_000
+MAX_FRAMES = 64
+"""High-water mark of a connection, in each direction: 4 MiB."""
+MAX_CONNECTIONS_PER_MEMBER = 4
+"""Processes that may talk under one name: a member, and those that would replace it."""
+MAX_STRANGERS = 1024
+"""Strangers whose last answer is remembered; more are not answered."""
+MAX_REASON_BYTES = 1024
+MAX_DROPS = 1000
+"""Frames that are dropped before a caller in a hurry gets its turn."""
+ANSWER_S = 0.25
+"""How often a stranger is answered."""
+FLUSH_S = 0.002
+"""How often a full connection is tried again."""
+UNFINISHED_S = 10.0
+"""How long the rest of a message may be missing."""
+HANDSHAKE_MS, DEAD_MS = 5_000, 10_000
+MAX_CUT_HANDSHAKES = 3
+"""A server that hangs up so often while keys are checked does not hold the key it is believed to hold."""
 SPIN_S = 0.001 if len(os.sched_getaffinity(0)) >= 8 else 0.0
 """How long after a message to look for the next without sleeping: they come in bursts, and waking up takes longer."""
 BURST_SPIN_S = 100 * SPIN_S
 """The same for somebody who knows that a message will come soon."""
 _ADDRESS = re.compile(r"tcp://(\[[0-9a-fA-F:]+\]|[^:/\s]+):(\d{1,5}|\*)")
+_MEMBER = re.compile(r"([a-z]+) (\d{1,9})")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +90,21 @@ class Received:
     sender: str
     """Names the connection: the member, and something random that tells its processes apart."""
     message: Any
+    """A message of the union, or `Invalid`."""
+    key: str = ""
+    """The public key the connection was authenticated with; empty without keys."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Invalid:
+    """An admitted peer sent something that is not a message."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Reset:
+    """What a client was told, or had sent, may be lost: the server was restarted, or the connection was cut."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -61,9 +114,35 @@ class ChannelStatistics:
     num_received: int = 0
     num_sent: int = 0
     num_malformed: int = 0
-    """Frames that were not a message; dropped."""
+    """Frames of strangers, or that were not part of a message; dropped."""
     num_unreachable: int = 0
     """Messages to members that are not connected; dropped."""
+
+
+def member_of(connection: str) -> str:
+    """The member a connection claims to be; what it may claim is checked when it is admitted."""
+    return connection.rpartition(" ")[0]
+
+
+def parse_member(member: str) -> tuple[str, int] | None:
+    """The side and rank of a member's name; None if it has none."""
+    match = _MEMBER.fullmatch(member)
+    return (match[1], int(match[2])) if match is not None else None
+
+
+@dataclass(slots=True, kw_only=True)
+class _Peer:
+    """A connection that was admitted."""
+
+    key: str
+    greeting: int
+    inbound: Assembly
+    heard_at: float
+    next_number: int = 0
+    backlog: deque[bytes] = field(default_factory=deque)
+    backlog_bytes: int = 0
+    moved_at: float = 0.0
+    """When a frame of the backlog was taken, or the backlog began."""
 
 
 class Server:
@@ -74,21 +153,36 @@ class Server:
         address: str,
         *,
         messages: Any,
+        protocol: int = 0,
+        objection: Callable[[str], str | None] = lambda _: None,
         keys: Keys | None = None,
-        allowed: Collection[str] = (),
+        allowed: KeyRing | None = None,
         max_message_bytes: int = MAX_MESSAGE_BYTES,
     ) -> None:
+        """`objection`: why a member of this name is not admitted; None if it is."""
         _check_bind(address, keys)
+        if (keys is None) != (allowed is None):
+            raise AuthError("a server needs both its own key and the keys it admits, or neither")
+        self._protocol, self._objection, self._allowed = protocol, objection, allowed
+        self._max_message_bytes = max_message_bytes
         self._decoder = msgspec.msgpack.Decoder(messages)
         self._encoder = msgspec.msgpack.Encoder()
         self._statistics = ChannelStatistics()
+        self._peers: dict[str, _Peer] = {}
+        self._connections: dict[str, deque[str]] = {}
+        """Member → its admitted connections, oldest first."""
+        self._blocked: set[str] = set()
+        """Connections with a backlog."""
+        self._flushed_at, self._checked_keys_at, self._tidied_at = 0.0, 0.0, 0.0
+        self._answered: OrderedDict[tuple[str, Kind], float] = OrderedDict()
+        """When a stranger got an answer of this kind last, oldest first."""
         self._context = zmq.Context()
         self._authenticator: zmq.auth.thread.ThreadAuthenticator | None = None
         self._socket = self._context.socket(zmq.ROUTER)
         try:
-            if keys is not None:
-                self._authenticate(keys, frozenset(allowed))
-            _bound(self._socket, max_message_bytes)
+            if keys is not None and allowed is not None:
+                self._authenticate(keys, allowed)
+            _bound(self._socket)
             self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
             self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a process that reconnects is the same one
             self._socket.bind(address)
@@ -102,7 +196,7 @@ class Server:
         bound: Any = self._socket.getsockopt(zmq.LAST_ENDPOINT)
         self.address: str = bound.decode().rstrip("\0")
 
-    def _authenticate(self, keys: Keys, allowed: frozenset[str]) -> None:
+    def _authenticate(self, keys: Keys, allowed: KeyRing) -> None:
         self._authenticator = zmq.auth.thread.ThreadAuthenticator(self._context)
         self._authenticator.start()
         self._authenticator.configure_curve_callback(domain="*", credentials_provider=_AllowList(allowed))
@@ -112,34 +206,211 @@ class Server:
     def receive(self, timeout_s: float) -> Received | None:
         """The next message, or None when there is none in time."""
         deadline = time.monotonic() + timeout_s
-        while _ready(self._sources, deadline, self._spin_until):
-            received = self._decoded(self._socket.recv_multipart(copy=True))
+        self._forget_unfinished()
+        num_dropped = 0
+        while self._is_readable(deadline):
+            received = self._take()
             if received is not None:
                 self._statistics.num_received += 1
                 self._spin_until = time.monotonic() + self.spin_s
                 return received
-            self._statistics.num_malformed += 1
-            if time.monotonic() > deadline:
+            num_dropped += 1
+            if num_dropped >= MAX_DROPS and time.monotonic() > deadline:
                 break
         return None
 
-    def _decoded(self, frames: list[bytes]) -> Received | None:
-        if len(frames) != 2 or not 0 < len(frames[0]) <= MAX_SENDER_BYTES:
+    def _is_readable(self, deadline: float) -> bool:
+        """Wait for a frame; full connections are tried again meanwhile."""
+        while True:
+            self._flush()
+            until = min(deadline, time.monotonic() + FLUSH_S) if self._blocked else deadline
+            if _ready(self._sources, until, self._spin_until):
+                return True
+            if time.monotonic() >= deadline:
+                return False
+
+    def _forget_unfinished(self) -> None:
+        """Give back the memory of messages whose rest does not come."""
+        now = time.monotonic()
+        if now - self._tidied_at > UNFINISHED_S / 4:
+            self._tidied_at = now
+            late = now - UNFINISHED_S
+            for connection in [c for c, p in self._peers.items() if p.inbound.is_unfinished and p.heard_at < late]:
+                self.forget(connection)
+
+    def _take(self) -> Received | None:
+        """Read one ZeroMQ message; None unless it completes a message of an admitted peer."""
+        sender, data, key = self._read()
+        frame = parse(data) if data is not None else None
+        if frame is not None and frame.kind is Kind.HELLO:
+            self._hear(sender, frame, key)
             return None
+        peer = self._peers.get(sender)
+        if peer is not None and peer.key == key and (frame is None or frame.greeting == peer.greeting):
+            return self._message(sender, peer, frame)
+        self._statistics.num_malformed += 1
+        if frame is not None:
+            self._answer(sender, Kind.WHO, frame.greeting)
+        return None
+
+    def _read(self) -> tuple[str, bytes | None, str]:
+        """Sender, the frame (None if there is not exactly one, or the sender has no name), and the sender's key."""
+        name = self._socket.recv()
+        part: Any = self._socket.recv(copy=False)
+        data: bytes | None = part.bytes
+        while self._socket.getsockopt(zmq.RCVMORE):
+            self._socket.recv()
+            data = None
+        if not 0 < len(name) <= MAX_SENDER_BYTES or not name.isascii():
+            return "", None, ""
+        return name.decode("ascii"), data, part["User-Id"] if self._allowed is not None else ""
+
+    def _message(self, sender: str, peer: _Peer, frame: Frame | None) -> Received | None:
+        peer.heard_at = time.monotonic()
         try:
-            return Received(sender=frames[0].decode("ascii"), message=self._decoder.decode(frames[1]))
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            if frame is None or frame.kind is not Kind.DATA or frame.protocol != self._protocol:
+                raise FragmentError("a frame is not part of a message")
+            whole = peer.inbound.take(frame)
+            message = self._decoder.decode(whole) if whole is not None else None
+        except GapError:  # the connection was cut in between: the member must know that something was lost
+            self.forget(sender)
+            self._answer(sender, Kind.WHO, peer.greeting)
             return None
+        except FragmentError as error:
+            self._statistics.num_malformed += 1
+            return Received(sender=sender, message=Invalid(reason=str(error)), key=peer.key)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            self._statistics.num_malformed += 1
+            return Received(sender=sender, message=Invalid(reason=f"{type(error).__name__}: {error}"), key=peer.key)
+        return Received(sender=sender, message=message, key=peer.key) if message is not None else None
+
+    def _hear(self, sender: str, hello: Frame, key: str) -> None:
+        """Admit a peer that greets, or say why not."""
+        self.forget(sender)
+        member = member_of(sender)
+        refusal = self._refusal(member, hello.protocol, key)
+        if refusal is None:
+            inbound = Assembly(self._max_message_bytes)
+            peer = _Peer(key=key, greeting=hello.greeting, inbound=inbound, heard_at=time.monotonic())
+            self._admit(sender, member, peer)
+        else:
+            kind, reason, hint = refusal
+            self._answer(sender, kind, hello.greeting, f"{reason}\0{hint}".encode()[:MAX_REASON_BYTES])
+
+    def _refusal(self, member: str, protocol: int, key: str) -> tuple[Kind, str, str] | None:
+        """Why a member is not admitted, with a hint; None if it is."""
+        if protocol != self._protocol:
+            reason = f"it speaks protocol {protocol}, the controller protocol {self._protocol}"
+            return Kind.REFUSED, reason, "install the same version of weft on both sides"
+        if self._allowed is not None:
+            named = parse_member(member)
+            reason = "its name has no side and rank" if named is None else self._allowed.objection(key, *named) or ""
+            if reason:
+                return Kind.DENIED, reason, "see `weft keys`; the controller notices changes in its folder of keys"
+        objection = self._objection(member)
+        if objection is not None:
+            return Kind.REFUSED, objection, "check ranks, and how many members the controller was started for"
+        return None
+
+    def _admit(self, sender: str, member: str, peer: _Peer) -> None:
+        """From now on messages of this peer count."""
+        mine = self._connections.setdefault(member, deque())
+        if len(mine) >= MAX_CONNECTIONS_PER_MEMBER:
+            self.forget(mine[0])
+        mine.append(sender)
+        self._peers[sender] = peer
+
+    def forget(self, connection: str) -> None:
+        """Do not take messages of a connection any more; its owner may greet again."""
+        if self._peers.pop(connection, None) is None:
+            return
+        self._blocked.discard(connection)
+        member = member_of(connection)
+        self._connections[member].remove(connection)
+        if not self._connections[member]:
+            del self._connections[member]
+
+    def _answer(self, stranger: str, kind: Kind, greeting: int, payload: bytes = b"") -> None:
+        """A small answer to a peer that is not admitted: not too often, and dropped if it does not fit."""
+        now, answer = time.monotonic(), (stranger, kind)
+        if not self._has_room_for_an_answer(now) or answer in self._answered:
+            return
+        self._answered[answer] = now
+        self._post(stranger, pack_frame(kind, protocol=self._protocol, greeting=greeting, payload=payload))
+
+    def _has_room_for_an_answer(self, now: float) -> bool:
+        """Whether one more answer can be remembered; those that are long ago are forgotten."""
+        while self._answered and now - next(iter(self._answered.values())) >= ANSWER_S:
+            self._answered.popitem(last=False)
+        return len(self._answered) < MAX_STRANGERS
 
     def send(self, receiver: str, message: Any) -> bool:
-        """Send to a connection; False if it is gone."""
-        try:
-            self._socket.send_multipart([receiver.encode(), self._encoder.encode(message)])
-        except zmq.ZMQError:
+        """Send to an admitted connection, now or as soon as it reads; False if it is gone. Never waits."""
+        peer = self._peers.get(receiver)
+        if peer is None:
+            self._statistics.num_unreachable += 1
+            return False
+        data = _encoded(self._encoder, message, receiver, self._max_message_bytes)
+        frames = cut(data, protocol=self._protocol, greeting=peer.greeting, first=peer.next_number)
+        peer.next_number += len(frames)
+        if not peer.backlog:
+            peer.moved_at = time.monotonic()
+        peer.backlog.extend(frames)
+        peer.backlog_bytes += sum(map(len, frames))
+        if receiver not in self._blocked and not self._push(receiver, peer):
             self._statistics.num_unreachable += 1
             return False
         self._statistics.num_sent += 1
         return True
+
+    def _push(self, connection: str, peer: _Peer) -> bool:
+        """Hand a backlog to ZeroMQ as far as it fits; False if the peer is gone."""
+        posted: bool | None = True
+        while peer.backlog and (posted := self._post(connection, peer.backlog[0])):
+            peer.moved_at = time.monotonic()
+            peer.backlog_bytes -= len(peer.backlog.popleft())
+        if posted is False:  # if it ever comes back, it finds out by the missing numbers
+            peer.backlog.clear()
+            peer.backlog_bytes = 0
+        (self._blocked.add if peer.backlog else self._blocked.discard)(connection)
+        return posted is not False
+
+    def _post(self, connection: str, frame: bytes) -> bool | None:
+        """Hand one frame to ZeroMQ: True if it was taken, None if it does not fit now, False if the peer is gone."""
+        try:
+            self._socket.send_multipart([connection.encode(), frame], flags=zmq.DONTWAIT)
+        except zmq.Again:
+            return None
+        except zmq.ZMQError:
+            return False
+        return True
+
+    def _flush(self) -> None:
+        now = time.monotonic()
+        if self._blocked and now - self._flushed_at >= FLUSH_S / 2:
+            self._flushed_at = now
+            for connection in list(self._blocked):
+                self._push(connection, self._peers[connection])
+
+    def stuck(self, silence_s: float) -> list[str]:
+        """Connections that have not read anything for so long, or that far too much waits for."""
+        limit = time.monotonic() - silence_s
+        peers = [(connection, self._peers[connection]) for connection in self._blocked]
+        return [name for name, peer in peers if peer.moved_at < limit or peer.backlog_bytes > MAX_BACKLOG_BYTES]
+
+    def revoked(self) -> dict[str, str]:
+        """Connections whose key does not permit them any more, and why."""
+        allowed, now = self._allowed, time.monotonic()
+        if allowed is None or now - self._checked_keys_at < REREAD_S:
+            return {}
+        self._checked_keys_at = now
+        found = {}
+        for connection, peer in self._peers.items():
+            named = parse_member(member_of(connection))
+            reason = allowed.objection(peer.key, *named) if named is not None else None
+            if reason is not None:
+                found[connection] = reason
+        return found
 
     def statistics(self) -> ChannelStatistics:
         """A snapshot of the counters."""
@@ -162,14 +433,14 @@ class Server:
 class _AllowList:
     """Decides, for the authenticator, which public keys may connect."""
 
-    def __init__(self, allowed: frozenset[str]) -> None:
+    def __init__(self, allowed: KeyRing) -> None:
         self._allowed = allowed
 
     def callback(self, domain: str, key: bytes) -> bool:
         """Called by the authenticator with the raw or printable key, depending on its version."""
         del domain
         printable = key if len(key) == 40 else zmq.utils.z85.encode(key)
-        return printable.decode() in self._allowed
+        return self._allowed.knows(printable.decode())
 
 
 class Client:
@@ -181,6 +452,7 @@ class Client:
         *,
         member: str,
         messages: Any,
+        protocol: int = 0,
         keys: Keys | None = None,
         server_public: str = "",
         max_message_bytes: int = MAX_MESSAGE_BYTES,
@@ -191,67 +463,170 @@ class Client:
         if not 0 < len(member.encode()) <= MAX_MEMBER_BYTES or not member.isascii():
             raise ConfigError(f"`{member}` cannot name a member", hint=f"1 to {MAX_MEMBER_BYTES} ASCII characters")
         self.member = member
-        self._server = address
+        self._server, self._protocol, self._max_message_bytes = address, protocol, max_message_bytes
         self._decoder = msgspec.msgpack.Decoder(messages)
         self._encoder = msgspec.msgpack.Encoder()
+        self._greeting = 0
+        self._next_number = 0
+        self._inbound = Assembly(max_message_bytes)
+        self._backlog: deque[bytes] = deque()
+        self._backlog_bytes = 0
+        self._num_cut_handshakes = 0
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.IDENTITY, f"{member} {secrets.token_hex(4)}".encode())
         if keys is not None:
             self._socket.curve_serverkey = server_public.encode()
             self._socket.curve_publickey, self._socket.curve_secretkey = keys.public.encode(), keys.secret.encode()
-        _bound(self._socket, max_message_bytes)
+        _bound(self._socket)
         self._monitor = self._socket.get_monitor_socket(
-            zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+            zmq.EVENT_HANDSHAKE_FAILED_AUTH
+            | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+            | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+            | zmq.EVENT_HANDSHAKE_SUCCEEDED
         )
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self.spin_s = SPIN_S
         """How long after a message to look for the next without sleeping; may be set from any thread."""
         self._spin_until = 0.0
-        self._sources: list[Any] = [(source, zmq.POLLIN) for source in (self._socket, self._monitor, self._wake)]
         self._socket.connect(address)
+        self._greet()
+
+    @property
+    def is_blocked(self) -> bool:
+        """Whether what is sent now has to wait until the server reads."""
+        return bool(self._backlog)
 
     def wake(self) -> None:
         """Make a waiting `receive` return at once; may be called from any thread."""
         os.eventfd_write(self._wake, 1)
 
     def send(self, message: Any) -> None:
-        """Queue a message; it leaves as soon as the server can be reached."""
+        """Queue a message; it leaves as soon as the server can be reached. Never waits."""
         self._spin_until = time.monotonic() + self.spin_s
-        try:
-            self._socket.send(self._encoder.encode(message), flags=zmq.DONTWAIT)
-        except zmq.Again:
+        data = _encoded(self._encoder, message, "the controller", self._max_message_bytes)
+        if self._backlog_bytes > MAX_BACKLOG_BYTES:
             raise ProtocolError(
                 f"{self.member} cannot send: the controller at `{self._server}` does not take messages",
                 hint="is the controller running?",
-            ) from None
+            )
+        frames = cut(data, protocol=self._protocol, greeting=self._greeting, first=self._next_number)
+        self._next_number += len(frames)
+        self._queue(frames)
+
+    def _queue(self, frames: list[bytes]) -> None:
+        self._backlog.extend(frames)
+        self._backlog_bytes += sum(map(len, frames))
+        self._push()
+
+    def _push(self) -> None:
+        """Hand the backlog to ZeroMQ as far as it fits."""
+        while self._backlog:
+            try:
+                self._socket.send(self._backlog[0], flags=zmq.DONTWAIT)
+            except zmq.Again:
+                return
+            self._backlog_bytes -= len(self._backlog.popleft())
+
+    def _greet(self) -> None:
+        """Begin anew, in both directions; what was under way is forgotten."""
+        self._greeting = (self._greeting + 1) % (1 << 32)
+        self._next_number, self._inbound = 0, Assembly(self._max_message_bytes)
+        self._backlog.clear()
+        self._backlog_bytes = 0
+        self._queue([pack_frame(Kind.HELLO, protocol=self._protocol, greeting=self._greeting)])
 
     def receive(self, timeout_s: float) -> Any | None:
-        """The next message, or None when there is none in time or `wake` was called. Raises AuthError if refused."""
+        """The next message, or None when there is none in time or `wake` was called.
+
+        `Reset` when messages may have been lost. Raises AuthError or ProtocolError if the server refuses this client.
+        """
         deadline = time.monotonic() + timeout_s
-        while ready := _ready(self._sources, deadline, self._spin_until):
-            if self._socket in ready:
+        while True:
+            ready = self._wait(deadline)
+            if self._monitor in ready:
+                self._see(zmq.utils.monitor.recv_monitor_message(self._monitor))
+            if self._has_arrived(ready):
                 self._spin_until = time.monotonic() + self.spin_s
-                return self._decode(self._socket.recv_multipart())
-            if self._wake in ready:
+                message = self._take(self._socket.recv_multipart())
+                if message is not None:
+                    return message
+            elif self._wake in ready:
                 os.eventfd_read(self._wake)
                 return None
-            self._refused(zmq.utils.monitor.recv_monitor_message(self._monitor))
+            elif time.monotonic() >= deadline:
+                return None
+
+    def _wait(self, deadline: float) -> set[Any]:
+        """Wait for something to happen; sends what waits, as soon as the server reads."""
+        self._push()
+        events = zmq.POLLIN | (zmq.POLLOUT if self._backlog else 0)
+        sources: list[Any] = [(self._socket, events), (self._monitor, zmq.POLLIN), (self._wake, zmq.POLLIN)]
+        return _ready(sources, deadline, self._spin_until)
+
+    def _has_arrived(self, ready: set[Any]) -> bool:
+        """Whether a frame is there, and not only room for one."""
+        return self._socket in ready and self._socket.poll(0, zmq.POLLIN) != 0
+
+    def _take(self, parts: list[bytes]) -> Any | None:
+        """A message, if this frame completes one."""
+        frame = parse(parts[0]) if len(parts) == 1 else None
+        if frame is None:
+            raise ProtocolError(
+                f"the controller at `{self._server}` sent an invalid frame", hint="does it run another version of weft?"
+            )
+        if frame.greeting != self._greeting:
+            return None  # an answer to what is over
+        match frame.kind:
+            case Kind.WHO:
+                self._greet()
+                return Reset()
+            case Kind.REFUSED | Kind.DENIED:
+                self._raise_refusal(frame)
+            case Kind.DATA:
+                return self._decode(frame)
         return None
 
-    def _decode(self, frames: list[bytes]) -> Any:
+    def _decode(self, frame: Frame) -> Any | None:
         try:
-            (frame,) = frames
-            return self._decoder.decode(frame)
-        except (ValueError, msgspec.DecodeError) as error:
-            raise ProtocolError(f"the controller at `{self._server}` sent what is no message: {error}") from error
+            whole = self._inbound.take(frame)
+            return self._decoder.decode(whole) if whole is not None else None
+        except GapError:
+            self._greet()
+            return Reset()
+        except (FragmentError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise ProtocolError(f"the controller at `{self._server}` sent an invalid message: {error}") from error
 
-    def _refused(self, event: Any) -> None:
-        if event["event"] in (zmq.EVENT_HANDSHAKE_FAILED_AUTH, zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL):
+    def _raise_refusal(self, frame: Frame) -> None:
+        reason, _, hint = frame.payload.decode(errors="replace").partition("\0")
+        kind = AuthError if frame.kind is Kind.DENIED else ProtocolError
+        raise kind(f"the controller at `{self._server}` refused {self.member}: {reason}", hint=hint or None)
+
+    def _see(self, event: Any) -> None:
+        """How a handshake ended. A server that never answers, or is started anew, is no reason to give up."""
+        match event["event"]:
+            case zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                self._num_cut_handshakes = 0
+            case zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:
+                raise AuthError(
+                    f"the controller at `{self._server}` refused {self.member}",
+                    hint="its public key must be in the controller's folder of keys, and both sides must use keys",
+                )
+            case _ if event["value"] in (errno.EPIPE, errno.ECONNRESET):
+                self._num_cut_handshakes += 1
+        if self._num_cut_handshakes >= MAX_CUT_HANDSHAKES:
             raise AuthError(
-                f"the controller at `{self._server}` refused {self.member}",
-                hint="its public key must be in the controller's folder of keys, and both sides must use keys",
+                f"the controller at `{self._server}` ends every handshake with {self.member}",
+                hint="is this its public key? It hangs up on a wrong one. Both sides must use keys, or neither",
             )
+
+    def drain(self, timeout_s: float) -> None:
+        """Send what waits, as far as the server reads it in time; what was taken gets a moment to leave."""
+        deadline = time.monotonic() + timeout_s
+        while self._backlog and time.monotonic() < deadline:
+            self._socket.poll(_left_ms(deadline), zmq.POLLOUT)
+            self._push()
+        time.sleep(max(deadline - time.monotonic(), 0.0))
 
     def close(self) -> None:
         """Disconnect; unsent messages are dropped."""
@@ -266,6 +641,18 @@ class Client:
 
     def __exit__(self, *_: Any) -> None:
         self.close()
+
+
+def _encoded(encoder: msgspec.msgpack.Encoder, message: Any, receiver: str, max_bytes: int) -> bytes:
+    """A message for the wire; raises if it cannot be sent."""
+    name = type(message).__name__
+    try:
+        data = encoder.encode(message)
+    except (TypeError, ValueError, OverflowError, RecursionError, msgspec.MsgspecError) as error:
+        raise ProtocolError(f"a {name} for {receiver} cannot be encoded: {error}") from error
+    if len(data) > max_bytes:
+        raise ProtocolError(f"a {name} of {len(data)} bytes for {receiver} exceeds the limit of {max_bytes}")
+    return data
 
 
 def own_address(server: str) -> str:
@@ -293,12 +680,17 @@ def _left_ms(deadline: float) -> int:
     return max(0, ceil((deadline - time.monotonic()) * 1e3))
 
 
-def _bound(socket: zmq.Socket[bytes], max_message_bytes: int) -> None:
-    """Limits that hold on both ends: message size, and how long silence may last."""
-    socket.setsockopt(zmq.MAXMSGSIZE, max_message_bytes)
-    socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
-    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, SILENCE_MS)
-    socket.setsockopt(zmq.HANDSHAKE_IVL, SILENCE_MS)
+def _bound(socket: zmq.Socket[bytes]) -> None:
+    """Limits that hold on both ends: frame size, frames that wait, and how long a host may be out of reach."""
+    socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
+    socket.setsockopt(zmq.SNDHWM, MAX_FRAMES)
+    socket.setsockopt(zmq.RCVHWM, MAX_FRAMES)
+    socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
+    socket.setsockopt(zmq.TCP_MAXRT, DEAD_MS)
+    socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
+    socket.setsockopt(zmq.TCP_KEEPALIVE_IDLE, DEAD_MS // 1000)
+    socket.setsockopt(zmq.TCP_KEEPALIVE_INTVL, DEAD_MS // 4000)
+    socket.setsockopt(zmq.TCP_KEEPALIVE_CNT, 4)
     socket.setsockopt(zmq.LINGER, 0)
 
 

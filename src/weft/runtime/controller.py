@@ -35,7 +35,7 @@ from weft.core.version import CommitPolicy, Decision, VersionLedger
 from weft.errors import ConfigError, LayoutError, PlanError, ProtocolError, VersionError, WeftError
 from weft.runtime.admission import check_join, check_opened, check_side, check_written, unbelievable
 from weft.runtime.amax import AmaxExchange
-from weft.runtime.channel import BURST_SPIN_S, SPIN_S, Server
+from weft.runtime.channel import BURST_SPIN_S, SPIN_S, Invalid, Server
 from weft.runtime.matching import plan_members
 from weft.runtime.membership import Member, Membership
 from weft.runtime.messages import (
@@ -158,7 +158,9 @@ class Controller:
         self._last_abort, self._last_version_s, self._last_wire_bytes = "", 0.0, 0
         self._planned = threading.Event()
         self._stop = threading.Event()
-        self._server = Server(address, messages=ToController, **security)
+        self._server = Server(
+            address, messages=ToController, protocol=PROTOCOL, objection=self._who.objection, **security
+        )
         self.address = self._server.address
         self._thread = threading.Thread(target=self._run, name="weft-controller", daemon=True)
         self._thread.start()
@@ -208,12 +210,11 @@ class Controller:
     def _run(self) -> None:
         try:
             while not self._stop.is_set():
-                received = self._server.receive(POLL_S)
-                for _ in range(MAX_AT_ONCE):  # whoever has written is not silent: read before looking at clocks
+                for number in range(MAX_AT_ONCE):  # a member that has written is not silent: read before clocks
+                    received = self._server.receive(0.0 if number else POLL_S)
                     if received is None:
                         break
                     self._handle_safely(received.sender, received.message)
-                    received = self._server.receive(0.0)
                 self._look_at_clocks()
         finally:
             self._server.close()
@@ -230,10 +231,12 @@ class Controller:
             self._handle(connection, message)
         except Exception as error:
             log.exception("a defect while handling %s of %s", type(message).__name__, connection)
-            self._server.send(connection, Refused(reason=f"{type(error).__name__} in the controller: {error}"))
-            self._lose(self._who.name_of(connection), f"was refused: {error}")
+            self._expel(connection, f"met a defect of the controller: {type(error).__name__}: {error}")
 
     def _handle(self, connection: str, message: Any) -> None:
+        if isinstance(message, Invalid):
+            self._expel(connection, f"sent an invalid message: {message.reason}")
+            return
         if isinstance(message, Join):
             self._join(connection, message)
             return
@@ -316,7 +319,26 @@ class Controller:
         if not 0 <= version <= max(newest, self._ledger.last_decided):
             raise ProtocolError(f"{member} {what} version {version}, which was not published")
 
+    def _expel(self, connection: str, how: str) -> None:
+        """End a connection; the member behind it, if there is one, is lost."""
+        self._server.send(connection, Refused(reason=f"it {how}"))
+        self._server.forget(connection)
+        if self._who.behind(connection) is not None:
+            self._lose(self._who.name_of(connection), how, is_settled=False)
+
+    def _revoke(self, connection: str, reason: str) -> None:
+        """A member has lost its right to take part: engines close what a trainer could write to, at once."""
+        known = self._who.behind(connection)
+        self._expel(connection, f"was refused: {reason}")
+        if known is not None and known.join.side == "trainer":
+            for engine in self._who.joins("engine"):
+                self._send(f"engine {engine}", Cut(incarnations=[known.incarnation]))
+
     def _look_at_clocks(self) -> None:
+        for connection in self._server.stuck(self._settings.silence_s):
+            self._expel(connection, "does not read its messages")
+        for connection, reason in self._server.revoked().items():
+            self._revoke(connection, reason)
         for member, silent_s in self._who.silent_for(self._settings.silence_s).items():
             self._lose(member, f"was not heard of for {silent_s:.1f} s")
         transfer = self._transfer
@@ -332,11 +354,8 @@ class Controller:
     def _join(self, connection: str, join: Join) -> None:
         member = f"{join.side} {join.rank}"
         try:
-            if join.protocol != PROTOCOL or not self._who.fits(join):
-                raise ProtocolError(
-                    f"{member} (protocol {join.protocol}) does not fit {self._who.num}",
-                    hint="check ranks and the installed weft version",
-                )
+            if member != self._who.name_of(connection):
+                raise ProtocolError(f"{self._who.name_of(connection)} wants to join as {member}")
             check_join(join)
             incarnation = self._who.incarnation_of(join)
         except WeftError as error:
@@ -455,15 +474,6 @@ class Controller:
         for link, count in self.statistics().links.items():
             log.info("%d links: %s", count, link)
         self._let_go()
-
-    def _revoke(self, member: str, how: str) -> None:
-        """A member has lost its right to take part: engines close what a trainer could write to, at once."""
-        known = self._who.members[member]
-        self._send(member, Refused(reason=f"{member}: {how}"))
-        self._lose(member, how, is_settled=False)
-        if known.join.side == "trainer":
-            for engine in self._who.joins("engine"):
-                self._send(f"engine {engine}", Cut(incarnations=[known.incarnation]))
 
     def _refuse_misfits(self, error: WeftError) -> None:
         """Members do not fit together: those that differ from the others have to go; all, where that is not known."""

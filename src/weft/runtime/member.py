@@ -18,8 +18,8 @@ from typing import Any, Protocol
 
 from weft.config import TransferSettings
 from weft.errors import PeerLost, ProtocolError, WeftError
-from weft.runtime.channel import BURST_SPIN_S, SPIN_S, Client
-from weft.runtime.messages import Alive, Beat, Join, Leave, Refused, ToMember, Unknown, Welcome
+from weft.runtime.channel import BURST_SPIN_S, SPIN_S, Client, Reset
+from weft.runtime.messages import PROTOCOL, Alive, Beat, Join, Leave, Refused, ToMember, Unknown, Welcome
 
 CLOSE_S = 10.0
 GOODBYE_S = 0.05
@@ -54,7 +54,7 @@ class ControlThread:
     """Owns a member's channel; other threads post messages through it."""
 
     def __init__(self, address: str, member: str, duties: Duties, **security: Any) -> None:
-        self._client = Client(address, member=member, messages=ToMember, **security)
+        self._client = Client(address, member=member, messages=ToMember, protocol=PROTOCOL, **security)
         self._address, self._duties = address, duties
         self.settings = TransferSettings()
         """The controller's, once it has answered."""
@@ -65,6 +65,8 @@ class ControlThread:
         self._must_join = True
         self._is_joined = False
         """Whether the controller has answered; what is posted before waits."""
+        self._was_answered = False
+        """Whether any controller has answered at this address, ever."""
         self._last_heard = time.monotonic()
         self._is_lost = False
         self._outgoing: queue.SimpleQueue[Any] = queue.SimpleQueue()
@@ -90,6 +92,14 @@ class ControlThread:
         """Whether a message is expected any moment, and nobody else needs the processor."""
         self._client.spin_s = BURST_SPIN_S if for_now else SPIN_S
 
+    def obstacle(self) -> str | None:
+        """Why this member is not heard, if it is not; for errors of those who wait for something else."""
+        if not self._was_answered:
+            return f"no controller answers at `{self._address}`"
+        return (
+            None if self._is_joined else f"{self._client.member} is not joined to the controller at `{self._address}`"
+        )
+
     def leave(self, reason: str = "") -> None:
         """Say goodbye and stop soon, from any thread."""
         if not self._stop.is_set():
@@ -108,10 +118,13 @@ class ControlThread:
         except WeftError as error:
             self._duties.failed(error)
             self._say_why(error)
-        except Exception as error:  # a defect of ours: the member's owner must hear of it, not only this thread
-            what = f"{self._client.member}: {type(error).__name__} in the control thread: {error}"
-            self._duties.failed(ProtocolError(what))
-            raise
+        except Exception as error:  # the member's owner and the controller must hear of it, not only this thread
+            failure = ProtocolError(f"{self._client.member} cannot go on: {type(error).__name__}: {error}")
+            failure.__cause__ = error
+            self._duties.failed(failure)
+            self._say_why(failure)
+            if not isinstance(error, OSError | MemoryError):  # a defect of ours, not of the machine
+                raise
         finally:
             self._stop.set()
             self._client.close()
@@ -119,9 +132,9 @@ class ControlThread:
     def _say_why(self, error: WeftError) -> None:
         """Tell the controller, if it still listens, so that nobody waits for this member."""
         if self._is_joined:
-            with contextlib.suppress(WeftError):
+            with contextlib.suppress(WeftError, MemoryError):
                 self._client.send(Leave(reason=str(error)))
-                time.sleep(GOODBYE_S)
+                self._client.drain(GOODBYE_S)
 
     def _loop(self) -> None:
         next_beat, again_s = 0.0, None
@@ -130,7 +143,7 @@ class ControlThread:
             if self._is_joined:
                 self._send_all()
             if stopping:
-                time.sleep(GOODBYE_S)  # let the goodbye leave before the socket closes
+                self._client.drain(GOODBYE_S)  # let the goodbye leave before the socket closes
                 return
             now = time.monotonic()
             if now >= next_beat:
@@ -155,19 +168,21 @@ class ControlThread:
             if join is not None:
                 self._must_join = False
                 self._client.send(join)
-        else:
-            with contextlib.suppress(ProtocolError):  # nobody takes messages: noticed by silence
-                self._client.send(Beat())
+        elif not self._client.is_blocked:  # otherwise the controller does not read: noticed by its silence
+            self._client.send(Beat())
         silent_s = now - self._last_heard
         if silent_s > self.settings.silence_s and not self._is_lost:
             self._is_lost = True
             self._forget_all()
-            what = f"the controller at `{self._address}` has not answered for {silent_s:.1f} s"
-            self._duties.controller_lost(PeerLost(what, hint="members join again by themselves when it is back"))
+            what, hint = f"no controller answers at `{self._address}`", "is it running, and is the address right?"
+            if self._was_answered:
+                what = f"the controller at `{self._address}` has not answered for {silent_s:.1f} s"
+                hint = "members join again by themselves when it is back"
+            self._duties.controller_lost(PeerLost(what, hint=hint))
 
     def _take(self, message: Any) -> None:
         self._last_heard = time.monotonic()
-        self._is_lost = False
+        self._is_lost, self._was_answered = False, True
         match message:
             case Welcome():
                 self.settings, self.incarnation = message.settings, message.incarnation
@@ -176,7 +191,7 @@ class ControlThread:
                 self._duties.joined()
             case Alive():
                 return
-            case Unknown():
+            case Unknown() | Reset():
                 if self._is_joined:
                     self._forget_all()
                     what = f"the controller at `{self._address}` was restarted, or had given {self._client.member} up"

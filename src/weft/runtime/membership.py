@@ -15,6 +15,7 @@ import msgspec
 
 from weft.config import DeltaPolicy, ReceiverMode, TransferSettings
 from weft.errors import ProtocolError
+from weft.runtime.channel import member_of, parse_member
 from weft.runtime.messages import Join, Opened
 from weft.transport.registry import Choice, choose
 
@@ -49,12 +50,16 @@ class Membership:
         self.round = secrets.randbits(40)
         """Rounds of different controllers have different numbers: what was meant for another is not confused."""
         self._newest: dict[tuple[Side, int], int] = {}
-        self._names: dict[str, str] = {}
-        """Connection → the member it joined as, also of those that are gone."""
 
-    def fits(self, join: Join) -> bool:
-        """Whether there is such a rank."""
-        return 0 <= join.rank < self.num[join.side]
+    def objection(self, member: str) -> str | None:
+        """Why a process cannot join under this name; None if it can."""
+        named = parse_member(member)
+        if named is None or named[0] not in self.num:
+            return f"`{member}` is neither a trainer nor an engine"
+        side, rank = named
+        return (
+            None if rank < self.num[side] else f"{member} does not fit: the {side} ranks are 0 to {self.num[side] - 1}"
+        )
 
     def incarnation_of(self, join: Join) -> int:
         """What a process is called: when it was made, by this clock, unless a controller has called it before.
@@ -76,7 +81,6 @@ class Membership:
     def add(self, connection: str, join: Join, incarnation: int) -> None:
         """A process has joined."""
         member = f"{join.side} {join.rank}"
-        self._names[connection] = member
         self.members[member] = Member(connection, join, incarnation, time.monotonic())
         self.lost.pop(member, None)
         self._learn(join.side, join.rank, incarnation)
@@ -101,8 +105,8 @@ class Membership:
         return known
 
     def name_of(self, connection: str) -> str:
-        """The member a connection joined as, even if it is gone; empty for strangers."""
-        return self._names.get(connection, "")
+        """The member a connection speaks for, whether or not it has joined."""
+        return member_of(connection)
 
     def behind(self, connection: str) -> Member | None:
         """The member that speaks through a connection now."""

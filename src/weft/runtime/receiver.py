@@ -208,7 +208,7 @@ class Receiver:
             self._do_engine_task()
             while not self._is_there():
                 if not self._changed.wait(max(deadline - time.monotonic(), 0.0)):
-                    raise TransferTimeout(f"{self.member} got no version in {timeout_s:.1f} s")
+                    raise self._late(timeout_s)
                 self._do_engine_task()
             self._raise_error()
             assert self._pending is not None
@@ -229,13 +229,13 @@ class Receiver:
             while True:
                 self._is_idle = True
                 try:
-                    version = self._take_in_place(deadline)
+                    version = self._take_in_place(deadline, timeout_s)
                 finally:
                     self._is_idle = False
                 if version is not None:  # otherwise called off before anything was written
                     return version
 
-    def _take_in_place(self, deadline: float) -> int | None:
+    def _take_in_place(self, deadline: float, timeout_s: float) -> int | None:
         """With the lock held: let the next version in and wait for its end; None if it was called off."""
         if self._pending is not None and not self._paused:  # it was announced before
             self._pause(self._pending)
@@ -244,10 +244,15 @@ class Receiver:
             self._do_engine_task()
             is_late = not self._changed.wait(max(deadline - time.monotonic(), 0.0))
             if is_late and not self._paused and self._decision is None:
-                raise TransferTimeout(f"{self.member} got no version in time")
+                raise self._late(timeout_s)
         version = self._decision.version if self._decision is not None else self._pending
         assert version is not None
         return version if self._see_end(version, max(deadline - time.monotonic(), 0.0)) else None
+
+    def _late(self, timeout_s: float) -> TransferTimeout:
+        obstacle = self._control.obstacle()
+        why = f": {obstacle}" if obstacle is not None else ""
+        return TransferTimeout(f"{self.member} got no version in {timeout_s:.1f} s{why}")
 
     def _is_there(self) -> bool:
         """Whether `wait` is over. In place a rank that waits may pause before its engine has agreed on a step."""

@@ -230,8 +230,10 @@ class Sender:
         """On the writer thread: wait for the turn, write, report."""
         try:
             if not publication._may_write.wait(self._timeout_s):
+                obstacle = self._control.obstacle()
+                why = f": {obstacle}" if obstacle is not None else ""
                 raise TransferTimeout(
-                    f"{self.member} may not write version {publication.version} after {self._timeout_s:.1f} s",
+                    f"{self.member} may not write version {publication.version} after {self._timeout_s:.1f} s{why}",
                     hint="are all members there? has every engine committed the version before?",
                 )
             if publication._go is not None:
