@@ -13,11 +13,12 @@ import pytest
 import zmq
 
 from tests.process.runtime_members import Fleet, Process
+from tests.support.raw_member import join_message
 from weft.config import TransferSettings
 from weft.runtime.channel import Client, Server
 from weft.runtime.controller import Controller
 from weft.runtime.fragments import FRAGMENT_BYTES, HEADER, Kind, cut, pack_frame
-from weft.runtime.messages import PROTOCOL, Alive, Beat, Join, ToController, ToMember, Welcome
+from weft.runtime.messages import PROTOCOL, Alive, Beat, ToController, ToMember, Welcome
 from weft.transport.registry import place_here
 
 BOUND_S = 60.0
@@ -49,7 +50,7 @@ def flood(pipe: Any, address: str, how: str) -> None:
             sending.send(pack_frame(Kind.HELLO, protocol=PROTOCOL, greeting=1))
         number = itertools.count()
         if how == "joins":
-            join = Join(protocol=PROTOCOL, side="trainer", rank=1, held=[], place=PLACE)
+            join = join_message("trainer", 1, held=[])
             (frame,) = cut(msgspec.msgpack.encode(join), protocol=PROTOCOL, greeting=1, first=next(number))
             sending.send(frame)
         frames = (cut(BEAT, protocol=PROTOCOL, greeting=1, first=n)[0] for n in number)
@@ -149,9 +150,7 @@ def test_strangers_with_large_frames_cost_little_memory(frame_bytes):
 
 
 def test_a_connection_that_does_not_read_holds_up_nobody_else():
-    large = Join(
-        protocol=PROTOCOL, side="trainer", rank=0, held=[], place=msgspec.structs.replace(PLACE, host="h" * 10**6)
-    )
+    large = join_message("trainer", 0, held=[], place=msgspec.structs.replace(PLACE, host="h" * 10**6))
     with (
         Server("tcp://127.0.0.1:*", messages=ToController, protocol=PROTOCOL) as server,
         Client(server.address, member="engine 0", messages=ToController, protocol=PROTOCOL) as reading,
@@ -178,7 +177,7 @@ def test_a_member_with_an_invalid_message_is_refused_by_name_and_the_others_stay
         Client(controller.address, member="trainer 1", messages=ToMember, protocol=PROTOCOL) as bad,
     ):
         for rank, client in enumerate((good, bad)):
-            client.send(Join(protocol=PROTOCOL, side="trainer", rank=rank, held=[], place=PLACE))
+            client.send(join_message("trainer", rank, held=[]))
             assert isinstance(client.receive(BOUND_S), Welcome)
         bad.send({"type": "Nonsense"})
         assert "sent an invalid message" in bad.receive(BOUND_S).reason
@@ -192,6 +191,6 @@ def test_a_member_with_an_invalid_message_is_refused_by_name_and_the_others_stay
 def test_a_member_that_joins_under_another_name_is_refused():
     with Controller(num_trainers=2, num_engine_ranks=1) as controller:
         with Client(controller.address, member="trainer 0", messages=ToMember, protocol=PROTOCOL) as client:
-            client.send(Join(protocol=PROTOCOL, side="trainer", rank=1, held=[], place=PLACE))
+            client.send(join_message("trainer", 1, held=[]))
             assert "trainer 0 wants to join as trainer 1" in client.receive(BOUND_S).reason
         assert controller.statistics().members == ()
