@@ -30,7 +30,7 @@ from weft.core import plan_file
 from weft.core.plan import Plan
 from weft.core.topology import Cluster, load_topology
 from weft.core.version import CommitPolicy, Decision, VersionLedger
-from weft.errors import ConfigError, PlanError, VersionError, WeftError
+from weft.errors import ConfigError, PlanError, ProtocolError, VersionError, WeftError
 from weft.runtime.amax import AmaxExchange
 from weft.runtime.channel import BURST_SPIN_S, SPIN_S, Invalid, Server
 from weft.runtime.matching import plan_members
@@ -149,6 +149,8 @@ class Controller:
         """Engine ranks that were told to commit a version and have not done so."""
         self._steps: dict[int, tuple[int, int]] = {}
         """Engine rank → the last version it learned of, and the step it had reached then."""
+        self._unsendable: dict[str, str] = {}
+        """Connections that something could not be sent to, and why."""
         self._counts: Counter[str] = Counter()
         self._last_abort, self._last_version_s, self._last_wire_bytes = "", 0.0, 0
         self._last_aborted: int | None = None
@@ -206,12 +208,11 @@ class Controller:
     def _run(self) -> None:
         try:
             while not self._stop.is_set():
-                received = self._server.receive(POLL_S)
-                for _ in range(MAX_AT_ONCE):  # whoever has written is not silent: read before looking at clocks
+                for number in range(MAX_AT_ONCE):  # a member that has written is not silent: read before clocks
+                    received = self._server.receive(0.0 if number else POLL_S)
                     if received is None:
                         break
                     self._handle_safely(received.sender, received.message)
-                    received = self._server.receive(0.0)
                 self._look_at_clocks()
         finally:
             self._server.close()
@@ -219,8 +220,12 @@ class Controller:
     def _send(self, member: str, message: Any) -> None:
         """To a member, if it is there."""
         known = self._who.members.get(member)
-        if known is not None:
+        if known is None:
+            return
+        try:
             self._server.send(known.connection, message)
+        except ProtocolError as error:  # too large: callers are in the middle of something
+            self._unsendable[known.connection] = str(error)
 
     def _handle_safely(self, connection: str, message: Any) -> None:
         """A message that breaks something of ours costs its sender the membership, not everybody the controller."""
@@ -296,6 +301,9 @@ class Controller:
     def _look_at_clocks(self) -> None:
         for connection in self._server.stuck(self._settings.silence_s):
             self._expel(connection, "does not read its messages")
+        while self._unsendable:
+            connection, reason = self._unsendable.popitem()
+            self._expel(connection, f"cannot be told its part: {reason}")
         for connection, reason in self._server.revoked().items():
             self._expel(connection, f"was refused: {reason}")
         for member, silent_s in self._who.silent_for(self._settings.silence_s).items():
