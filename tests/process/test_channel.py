@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import resource
+import socket
 import threading
 import time
 from unittest.mock import ANY
@@ -12,9 +13,10 @@ import msgspec
 import pytest
 import zmq
 
-from weft.errors import AuthError, ConfigError, ProtocolError
-from weft.runtime.channel import Client, Invalid, Server
-from weft.runtime.keys import KeyRing, load_keys, load_public, make_keys
+from weft.errors import AuthError, ConfigError, ProtocolError, WeftError
+from weft.runtime.channel import Client, Invalid, Reset, Server
+from weft.runtime.fragments import cut
+from weft.runtime.keys import KeyRing, load_grant, load_keys, load_public, make_keys
 
 ANYWHERE = "tcp://127.0.0.1:*"
 SOON_S = 5.0
@@ -232,3 +234,210 @@ def test_key_files(keys, tmp_path):
         load_keys(keys / "trainer.key")
     with pytest.raises(AuthError, match=r"no usable `\.pub` file"):
         KeyRing(tmp_path / "nothing")
+
+
+def test_what_a_key_permits_comes_from_its_name_or_the_options(tmp_path):
+    make_keys(tmp_path, ["trainer", "engine3", "engine-east", "controller.a"])
+    make_keys(tmp_path, ["bob"], side="engine", ranks="0-7,9")
+    sides = {path.stem: load_grant(path).side for path in tmp_path.glob("*.pub")}
+    assert sides == {
+        "trainer": "trainer",
+        "engine3": "engine",
+        "engine-east": "engine",
+        "controller.a": "controller",
+        "bob": "engine",
+    }
+    assert 'side = "engine"' in (tmp_path / "bob.key").read_text()
+    bob = load_grant(tmp_path / "bob.pub")
+    assert [rank for rank in range(12) if bob.objection("engine", rank) is None] == [0, 1, 2, 3, 4, 5, 6, 7, 9]
+    for name in ("member", "trainers", "enginex"):
+        with pytest.raises(ConfigError, match=f"the key `{name}` needs a side") as found:
+            make_keys(tmp_path, [name])
+        assert "--side" in found.value.hint
+    with pytest.raises(ConfigError, match="unknown side"):
+        make_keys(tmp_path, ["alice"], side="boss")
+    with pytest.raises(WeftError, match="not a list of ranks"):
+        make_keys(tmp_path, ["alice"], side="engine", ranks="1-")
+    with pytest.raises(ConfigError, match="cannot name"):
+        make_keys(tmp_path, ["../evil"], side="engine")
+
+
+def greeted(server, keys, member, key):
+    """What comes of a greeting: the message, or what the client is told."""
+    public = load_public(keys / "controller.pub")
+    with Client(
+        server.address, member=member, messages=MESSAGES, keys=load_keys(keys / f"{key}.key"), server_public=public
+    ) as client:
+        client.send(Ping(number=1))
+        received = server.receive(0.5)
+        if received is not None:
+            return received
+        with pytest.raises(AuthError) as found:
+            client.receive(SOON_S)
+        return str(found.value)
+
+
+def test_a_key_permits_its_own_side_and_ranks_only(keys):
+    make_keys(keys, ["engine-a"], ranks="2-3")
+    (keys / "old.pub").write_text(f'public = "{load_public(keys / "elsewhere" / "trainer.pub")}"\n')
+    (keys / "elsewhere" / "trainer.key").rename(keys / "old.key")
+    with secured(keys) as server:
+        received = greeted(server, keys, "trainer 0", "trainer")
+        assert received.key == load_public(keys / "trainer.pub")
+        assert greeted(server, keys, "engine 3", "engine-a").message == Ping(number=1)
+        assert "is for the trainer side, not for engine 0" in greeted(server, keys, "engine 0", "trainer")
+        assert "is for engine ranks 2-3, not for rank 4" in greeted(server, keys, "engine 4", "engine-a")
+        assert "is for the controller side" in greeted(server, keys, "trainer 0", "controller")
+        told = greeted(server, keys, "trainer 0", "old")
+        assert "old.pub` names no side" in told
+        assert 'side = "trainer"' in told
+
+
+def test_keys_come_and_go_while_the_server_runs(keys, caplog):
+    public = load_public(keys / "controller.pub")
+    trainer = load_keys(keys / "trainer.key")
+    with (
+        secured(keys) as server,
+        Client(server.address, member="trainer 0", messages=MESSAGES, keys=trainer, server_public=public) as client,
+    ):
+        client.send(Ping(number=1))
+        sender = server.receive(SOON_S).sender
+        assert server.revoked() == {}
+        (keys / "trainer.pub").unlink()
+        assert greeted(server, keys, "trainer 0", "trainer").endswith("refused trainer 0")
+        deadline = time.monotonic() + SOON_S
+        while not (gone := server.revoked()):
+            assert time.monotonic() < deadline
+        assert gone == {sender: "its key was removed"}
+        (keys / "bad.pub").write_text('public = "short"')
+        make_keys(keys, ["engine"])
+        assert greeted(server, keys, "engine 0", "engine").message == Ping(number=1)
+        assert "bad.pub` holds no public key" in caplog.text
+
+
+def test_another_protocol_is_refused_by_name():
+    with (
+        Server(ANYWHERE, messages=MESSAGES, protocol=7) as server,
+        Client(server.address, member="trainer 0", messages=MESSAGES, protocol=6) as client,
+    ):
+        client.send(Ping(number=1))
+        assert server.receive(0.5) is None
+        with pytest.raises(ProtocolError, match="it speaks protocol 6, the controller protocol 7"):
+            client.receive(SOON_S)
+
+
+def test_a_wrong_controller_key_is_an_error_within_seconds(keys):
+    wrong = load_public(keys / "elsewhere" / "trainer.pub")
+    trainer = load_keys(keys / "trainer.key")
+    with (
+        secured(keys) as server,
+        Client(server.address, member="trainer 0", messages=MESSAGES, keys=trainer, server_public=wrong) as client,
+    ):
+        client.send(Ping(number=1))
+        with pytest.raises(AuthError, match=f"the controller at `{server.address}` ends every handshake") as found:
+            client.receive(SOON_S)
+        assert "public key" in found.value.hint
+
+
+def test_a_controller_that_restarts_again_and_again_or_is_slow_is_waited_for(keys):
+    """Neither connections that break in the handshake now and then, nor a server that is silent, are a wrong key."""
+    public = load_public(keys / "controller.pub")
+    trainer = load_keys(keys / "trainer.key")
+    with secured(keys) as server:
+        address = server.address
+    with Client(address, member="trainer 0", messages=MESSAGES, keys=trainer, server_public=public) as client:
+        client.send(Ping(number=1))
+        port = int(address.rpartition(":")[2])
+        with socket.create_server(("127.0.0.1", port)) as silent:
+            silent.settimeout(SOON_S)
+            connection, _ = silent.accept()
+            assert client.receive(0.5) is None
+            connection.close()
+            assert client.receive(0.1) is None
+        for number in range(5):
+            server = Server(
+                address,
+                messages=MESSAGES,
+                keys=load_keys(keys / "controller.key"),
+                allowed=KeyRing(keys),
+            )
+            with server:
+                heard = None
+                deadline = time.monotonic() + SOON_S
+                while heard is None and time.monotonic() < deadline:
+                    client.send(Ping(number=number))
+                    client.receive(0.05)
+                    heard = server.receive(0.05)
+                assert heard is not None
+
+
+def test_a_large_message_arrives_in_both_directions_and_small_ones_keep_their_place():
+    large = Pong(number=1, names=["x" * (40 << 20)])
+    with (
+        Server(ANYWHERE, messages=MESSAGES) as server,
+        Client(server.address, member="trainer 0", messages=MESSAGES) as client,
+    ):
+        sent = [Ping(number=0), large, Ping(number=2)]
+        there = [lambda: server.receive(0.01), lambda: client.receive(0.01)]
+        for message in sent:
+            client.send(message)
+        got = []
+        deadline = time.monotonic() + 30.0
+        while len(got) < 3 and time.monotonic() < deadline:
+            received, _ = (look() for look in there)
+            got += [received] if received is not None else []
+        assert [received.message for received in got] == sent
+        for message in sent:
+            assert server.send(got[0].sender, message)
+        back = []
+        while len(back) < 3 and time.monotonic() < deadline:
+            _, received = (look() for look in there)
+            back += [received] if received is not None else []
+        assert back == sent
+
+
+def test_a_client_learns_that_its_server_was_started_anew():
+    with Server(ANYWHERE, messages=MESSAGES) as first:
+        address = first.address
+        client = Client(address, member="trainer 0", messages=MESSAGES)
+        client.send(Ping(number=1))
+        assert first.receive(SOON_S).message == Ping(number=1)
+    with client, Server(address, messages=MESSAGES) as second:
+        deadline = time.monotonic() + SOON_S
+        while (answer := client.receive(0.05)) is None:
+            assert time.monotonic() < deadline
+            client.send(Ping(number=2))
+            assert second.receive(0.05) is None
+        assert answer == Reset()
+        client.send(Ping(number=3))
+        assert second.receive(SOON_S).message == Ping(number=3)
+
+
+def test_a_server_that_lost_a_message_asks_for_a_new_greeting(server):
+    with Client(server.address, member="trainer 0", messages=MESSAGES) as client:
+        client.send(Ping(number=1))
+        sender = server.receive(SOON_S).sender
+        client._next_number += 1  # as if a frame had been lost with its connection
+        client.send(Ping(number=2))
+        assert server.receive(0.2) is None
+        assert client.receive(SOON_S) == Reset()
+        client.send(Ping(number=3))
+        assert server.receive(SOON_S).message == Ping(number=3)
+        server._peers[sender].next_number += 1
+        assert server.send(sender, Pong(number=4))
+        assert client.receive(SOON_S) == Reset()
+
+
+def test_unfinished_messages_are_forgotten(monkeypatch):
+    monkeypatch.setattr("weft.runtime.channel.UNFINISHED_S", 0.2)
+    with (
+        Server(ANYWHERE, messages=MESSAGES) as server,
+        Client(server.address, member="trainer 0", messages=MESSAGES) as client,
+    ):
+        client.send(Ping(number=1))
+        sender = server.receive(SOON_S).sender
+        client._socket.send(cut(bytes(1 << 20), protocol=0, greeting=1, first=1)[0])
+        deadline = time.monotonic() + SOON_S
+        while sender in server._peers:
+            assert server.receive(0.01) is None
+            assert time.monotonic() < deadline

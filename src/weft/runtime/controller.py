@@ -154,6 +154,8 @@ class Controller:
         """Engine ranks that were told to commit a version and have not done so."""
         self._steps: dict[int, tuple[int, int]] = {}
         """Engine rank → the last version it learned of, and the step it had reached then."""
+        self._unsendable: dict[str, str] = {}
+        """Connections that something could not be sent to, and why."""
         self._counts: Counter[str] = Counter()
         self._last_abort, self._last_version_s, self._last_wire_bytes = "", 0.0, 0
         self._planned = threading.Event()
@@ -222,8 +224,12 @@ class Controller:
     def _send(self, member: str, message: Any) -> None:
         """To a member, if it is there."""
         known = self._who.members.get(member)
-        if known is not None:
+        if known is None:
+            return
+        try:
             self._server.send(known.connection, message)
+        except ProtocolError as error:  # too large: callers are in the middle of something
+            self._unsendable[known.connection] = str(error)
 
     def _handle_safely(self, connection: str, message: Any) -> None:
         """A message that breaks something of ours costs its sender the membership, not everybody the controller."""
@@ -337,6 +343,9 @@ class Controller:
     def _look_at_clocks(self) -> None:
         for connection in self._server.stuck(self._settings.silence_s):
             self._expel(connection, "does not read its messages")
+        while self._unsendable:
+            connection, reason = self._unsendable.popitem()
+            self._expel(connection, f"cannot be told its part: {reason}")
         for connection, reason in self._server.revoked().items():
             self._revoke(connection, reason)
         for member, silent_s in self._who.silent_for(self._settings.silence_s).items():

@@ -83,6 +83,9 @@ def make_keys(folder: Path, names: Sequence[str], *, side: str | None = None, ra
 
     `side`: taken from the name where it is not given: `trainer`, `engine3`, `engine-east`.
     """
+    for name in names:
+        if not _NAME.fullmatch(name):
+            raise ConfigError(f"`{name}` cannot name a key", hint="use letters, digits, dots, dashes, underscores")
     sides = {name: side or _side_of(name) for name in names}
     if unknown := set(sides.values()) - set(SIDES):
         raise ConfigError(f"unknown side `{unknown.pop()}`", hint=f"one of {', '.join(SIDES)}")
@@ -106,8 +109,6 @@ def make_keys(folder: Path, names: Sequence[str], *, side: str | None = None, ra
 
 
 def _side_of(name: str) -> str:
-    if not _NAME.fullmatch(name):
-        raise ConfigError(f"`{name}` cannot name a key", hint="use letters, digits, dots, dashes, underscores")
     match = _SIDE_OF_NAME.fullmatch(name)
     if match is None:
         raise ConfigError(
