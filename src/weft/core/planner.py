@@ -26,7 +26,7 @@ from weft.core.proof import prove
 from weft.core.recipe import Op, Recipe, ignored_tensors, to_destination_dims, widen
 from weft.core.scaling import Scaling, scale_shape
 from weft.core.topology import Topology
-from weft.errors import ConfigError, PlanError
+from weft.errors import ConfigError, LayoutError, PlanError
 
 MAX_ROUTES = 200_000_000
 """Largest plan weft makes; Kimi-K2 over 256 → 128 ranks has 26 million routes."""
@@ -50,9 +50,9 @@ def make_plan(
 
     `ignore` are names or patterns (`visual.*`) of trainer tensors that no engine uses; they are not part of the plan.
     """
+    _check_types(trainer=trainer, recipe=recipe, topology=topology, settings=settings or Settings())
     chosen, settings = parse_policy(policy), settings or Settings()
     on_progress("checking layouts")
-    _check_types(trainer, recipe, topology)
     ignored = ignored_tensors(trainer, ignore)
     sources = _checked_sources(trainer, recipe, topology, ignored)
     on_progress("intersecting pieces with shards")
@@ -83,12 +83,12 @@ def make_plan(
     return plan
 
 
-def _check_types(trainer: Layout, recipe: Recipe, topology: Topology) -> None:
-    for name, value, kind in (
-        ("trainer", trainer, Layout),
-        ("recipe", recipe, Recipe),
-        ("topology", topology, Topology),
-    ):
+_KINDS: dict[str, type] = {"trainer": Layout, "recipe": Recipe, "topology": Topology, "settings": Settings}
+
+
+def _check_types(**given: object) -> None:
+    for name, value in given.items():
+        kind = _KINDS[name]
         if not isinstance(value, kind):
             hint = "load_topology(…).place(num_trainers=…, num_engines=…) gives one" if kind is Topology else None
             raise ConfigError(f"`{name}` is a {type(value).__name__}, expected a {kind.__name__}", hint=hint)
@@ -146,6 +146,11 @@ def with_scales(trainer: Layout, recipe: Recipe) -> Layout:
     wanted = {recipe.sources[i] for i in np.unique(recipe.src[recipe.op == Op.SCALE])}
     if not wanted:
         return trainer
+    names = {tensor.name for tensor in trainer.tensors}
+    taken = sorted(name for name in wanted if scale_name(name) in names)
+    if taken:
+        problems = tuple(f"{scale_name(name)}: weft's own name of the scales of {name}" for name in taken)
+        raise LayoutError("trainer tensors have names of weft's own", problems=problems, hint="give them other names")
     number = np.full(len(trainer.tensors), -1, dtype=np.int32)
     scales: list[Tensor] = []
     for i, tensor in enumerate(trainer.tensors):
