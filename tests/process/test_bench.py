@@ -83,13 +83,14 @@ def test_stages_over_a_slow_link_stay_below_the_watermark():
 def test_the_controller_command_serves_members_and_says_what_happened():
     command = [
         sys.executable, "-m", "weft", "controller", "--trainers", "1", "--engine-ranks", "1",
-        "--bind", "tcp://127.0.0.1:*", "--json",
+        "--bind", "tcp://127.0.0.1:*", "--ignore", "visual.*", "--json",
     ]  # fmt: skip
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
         address = re.search(r"tcp://127.0.0.1:\d+", process.stderr.readline())
         assert address is not None
         source, target = {"w": np.arange(9, dtype=np.float32)}, {"w": np.zeros(9, dtype=np.float32)}
+        source["visual.patch"] = np.zeros((4, 3, 2, 2), dtype=np.float32)
         with (
             Sender(address[0], rank=0, weights=Weights.from_arrays(source)) as sender,
             Receiver(address[0], rank=0, weights=Weights.from_arrays(target)) as receiver,

@@ -117,6 +117,9 @@ def test_validate_runs_the_tests_that_were_asked_for():
         (("plan", "qwen3-8b", "--trainer", "fsdp2", "--engine", "tp2", "--replicas", "0"), "0 engine replicas"),
         (("plan", "qwen3-8b", "--trainer", "fsdp" + "9" * 5000, "--engine", "tp2"), "cannot read"),
         (("plan", "qwen3-8b", "--trainer", "fsdp2", "--engine", "x.json", "--dtype", "bf16"), "--dtype with"),
+        (("plan", *SMALL, "--ignore", "visual.*"), "ignore: `visual.*` matches no trainer tensor"),
+        (("simulate", *SMALL, "--ignore", "model.norm.weight"), "ignored: model.norm.weight"),
+        (("plan", "--load", "/nonexistent.plan", "--ignore", "w"), "--load together with a case"),
         (("plan", *SMALL, "--explain", "nothing"), "no tensor `nothing`"),
         (("plan", *SMALL, "--svg", "picture.jpg"), "cannot draw"),
         (("plan", *SMALL, "--save", "/nonexistent/a.plan"), "cannot write"),
@@ -137,6 +140,21 @@ def test_wrong_input_is_one_clear_error(arguments, message):
     shown = " ".join(done.stderr.split())
     assert message in shown
     assert "Traceback" not in done.stderr
+
+
+def test_tensors_no_engine_has_are_left_out_by_name_or_pattern(tmp_path):
+    norm = {"name": "model.norm.weight", "dtype": "bf16", "shape": [1024]}
+    view = {"shape": [1024], "dst_offset": 0, "dst_strides": [1], "src_offset": 0, "src_strides": [1]}
+    pieces = [{"dst": norm["name"], "source": norm["name"], **view}]
+    engine = tmp_path / "engine.json"
+    engine.write_text(json.dumps({"ranks": [{"tensors": [norm], "pieces": pieces}]}))
+    case = ("qwen3-0.6b", "--trainer", "fsdp2", "--engine", str(engine), "--json")
+    refused = weft("plan", *case)
+    assert refused.returncode == 2
+    assert "leave out with `ignore`" in " ".join(refused.stderr.split())
+    left_out = ("--ignore", "model.layers.*", "--ignore", "model.embed_tokens.weight")
+    assert json.loads(weft("plan", *case, *left_out).stdout)["total_bytes"] == 2048
+    assert json.loads(weft("simulate", *case, *left_out).stdout)["wire_bytes"] == 2048
 
 
 def test_a_closed_pipe_is_not_an_error():

@@ -20,7 +20,13 @@ class Arena:
     """Trainers and engine ranks with these weights."""
 
     def __init__(
-        self, trainers: Sequence[Weights], engines: Sequence[Weights], *, through: str | None = None, **settings: Any
+        self,
+        trainers: Sequence[Weights],
+        engines: Sequence[Weights],
+        *,
+        through: str | None = None,
+        ignore: Sequence[str] = (),
+        **settings: Any,
     ) -> None:
         self._stack = contextlib.ExitStack()
         defaults = {"beat_s": 0.5, "silence_s": 10.0, "version_s": WAIT_S}
@@ -29,6 +35,7 @@ class Arena:
                 num_trainers=len(trainers),
                 num_engine_ranks=len(engines),
                 settings=TransferSettings(**(defaults | settings)),
+                ignore=ignore,
             )
         )
         address = self.controller.address

@@ -12,8 +12,10 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
+from weft.core.layout import Tensor
 from weft.core.plan import Plan
 from weft.core.recipe import Op
+from weft.core.scaling import Scaling, block_sides
 
 NUMPY_DTYPE = {
     "fp32": np.dtype(np.float32),
@@ -35,19 +37,25 @@ def random_checkpoint(plan: Plan, seed: int) -> dict[str, Array]:
     }
 
 
-def block_scales(weight: Array) -> NDArray[np.float32]:
-    """amax / 448 of every 128×128 block."""
-    rows, columns = (-(-size // BLOCK) for size in weight.shape)
-    padded = np.zeros((rows * BLOCK, columns * BLOCK), dtype=np.float32)
+def block_scales(weight: Array, sides: tuple[int, int] = (BLOCK, BLOCK)) -> NDArray[np.float32]:
+    """amax / 448 of every block of a matrix, of 128×128 elements or other sides."""
+    rows, columns = (-(-size // side) for size, side in zip(weight.shape, sides, strict=True))
+    padded = np.zeros((rows * sides[0], columns * sides[1]), dtype=np.float32)
     padded[: weight.shape[0], : weight.shape[1]] = np.abs(weight.astype(np.float32))
-    amax = padded.reshape(rows, BLOCK, columns, BLOCK).max(axis=(1, 3))
+    amax = padded.reshape(rows, sides[0], columns, sides[1]).max(axis=(1, 3))
     return (np.where(amax == 0, 1, amax) / np.float32(448)).astype(np.float32)
 
 
-def quantize(weight: Array, scales: NDArray[np.float32], row: int = 0, column: int = 0) -> Array:
+def quantize(
+    weight: Array,
+    scales: NDArray[np.float32],
+    row: int = 0,
+    column: int = 0,
+    sides: tuple[int, int] = (BLOCK, BLOCK),
+) -> Array:
     """FP8 values of a part of a weight that starts at (row, column), with the scales of the whole."""
-    rows = (row + np.arange(weight.shape[0])) // BLOCK
-    columns = (column + np.arange(weight.shape[1])) // BLOCK
+    rows = (row + np.arange(weight.shape[0])) // sides[0]
+    columns = (column + np.arange(weight.shape[1])) // sides[1]
     return (weight.astype(np.float32) / scales[rows][:, columns]).astype(ml_dtypes.float8_e4m3fn)
 
 
@@ -62,11 +70,9 @@ class Executed:
 def execute(plan: Plan, checkpoint: dict[str, Array]) -> Executed:
     """Run every route of a plan."""
     full = dict(checkpoint)
-    scales = {
-        tensor.name.removesuffix("::scale"): block_scales(checkpoint[tensor.name.removesuffix("::scale")])
-        for tensor in plan.trainer.tensors
-        if tensor.name.endswith("::scale")
-    }
+    virtual = {tensor.name for tensor in plan.trainer.tensors if tensor.name.endswith("::scale")}
+    quantized = [tensor for tensor in plan.trainer.tensors if f"{tensor.name}::scale" in virtual]
+    scales = {tensor.name: block_scales(checkpoint[tensor.name], _sides(plan, tensor)) for tensor in quantized}
     full |= {f"{name}::scale": scale for name, scale in scales.items()}
     memory = _trainer_memory(plan, full)
     done = _engine_memory(plan)
@@ -89,12 +95,20 @@ def execute(plan: Plan, checkpoint: dict[str, Array]) -> Executed:
     return _squeezed(plan, done)
 
 
+def _sides(plan: Plan, tensor: Tensor) -> tuple[int, int]:
+    """Sides of the blocks of a matrix that share a scale."""
+    height, width = block_sides(tensor.shape, plan.recipe.scaling.get(tensor.name, Scaling.BLOCK))
+    return height, width
+
+
 def _convert(plan: Plan, row: int, view: Array, scales: NDArray[np.float32] | None) -> Array:
     op = Op(int(plan.recipe.op[plan.piece[row]]))
     if op is Op.QUANTIZE:
         assert scales is not None
         flat = view.reshape(view.shape[0], view.shape[1])
-        return quantize(flat, scales, int(plan.src_lo[row][0]), int(plan.src_lo[row][1])).reshape(view.shape)
+        tensor = plan.trainer.tensors[plan.trainer.tensor_of[plan.shard[row]]]
+        top, left = (int(at) for at in plan.src_lo[row][:2])
+        return quantize(flat, scales, top, left, _sides(plan, tensor)).reshape(view.shape)
     if op is Op.CAST:
         return view.astype(NUMPY_DTYPE[plan.recipe.engine.tensors[plan.dst[row]].dtype])
     return view

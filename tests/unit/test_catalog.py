@@ -70,7 +70,8 @@ def test_a_config_json_from_a_path(tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"hidden_size": None}, "no field `hidden_size`"),
+        ({"hidden_size": None}, "hidden_size is null"),
+        ({"tie_word_embeddings": "false"}, "tie_word_embeddings is 'false'"),
         ({"num_hidden_layers": -1}, "num_hidden_layers is -1"),
         ({"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000"),
         ({"vocab_size": "many"}, "vocab_size is 'many'"),

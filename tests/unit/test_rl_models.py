@@ -158,6 +158,7 @@ def test_checkpoints_of_safetensors_are_loaded_whole_or_not_at_all(tmp_path):
         ({**CONFIGS["llama"], "rope_scaling": {"rope_type": "llama3"}}, "scaled rotary positions"),
         ({**CONFIGS["llama"], "attention_bias": True, "hidden_act": "gelu"}, "attention_bias, activation gelu"),
         ({"model_type": "qwen3", "vocab_size": 32}, "does not say its"),
+        ({**CONFIGS["gpt2"], "tie_word_embeddings": False}, "untied embeddings"),
         ([1], "not a table"),
     ],
 )

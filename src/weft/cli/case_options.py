@@ -39,6 +39,10 @@ TopologyName = Annotated[str, typer.Option("--topology", help="Cluster preset (`
 Placement = Annotated[str, typer.Option(help="separate: engines on other hosts than trainers; packed: on the same.")]
 PolicyName = Annotated[str, typer.Option("--policy", help="Who sends: balanced, greedy, round_robin, rank0.")]
 GatherName = Annotated[str, typer.Option("--gather", help="Plan like systems that gather first: none, mesh, world.")]
+Ignore = Annotated[
+    list[str] | None,
+    typer.Option(help="A trainer tensor no engine uses, by name or pattern such as 'visual.*'; may be repeated."),
+]
 Load = Annotated[Path | None, typer.Option(help="Use a saved plan file instead of planning.")]
 ConfigFile = Annotated[Path | None, typer.Option("--config", help="TOML file with a [weft] table of settings.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")]
@@ -58,10 +62,11 @@ class Asked:
     placement: str
     policy: str
     gather: str
+    ignore: tuple[str, ...] = ()
 
     def typed(self) -> dict[str, Any]:
         """What was given beside the name."""
-        return {key: value for key, value in asdict(self).items() if value not in ("", None) and key != "name"}
+        return {key: value for key, value in asdict(self).items() if value not in ("", None, ()) and key != "name"}
 
     def case(self) -> Case:
         """The case, with the preset's values where nothing was typed."""

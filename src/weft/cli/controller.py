@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 from rich.markup import escape
 
-from weft.cli.case_options import Json
+from weft.cli.case_options import Ignore, Json
 from weft.cli.output import err, print_json
 from weft.config import DeltaPolicy, DigestPolicy, TransferSettings
 from weft.core.version import CommitPolicy
@@ -43,6 +43,7 @@ def controller_command(
     digest: Annotated[bool, typer.Option(help="Verify every version by digests.")] = True,
     silence_s: Annotated[float, typer.Option(help="A member silent for this long is lost.")] = 5.0,
     version_s: Annotated[float, typer.Option(help="A version not ready in this time is aborted.")] = 60.0,
+    ignore: Ignore = None,
     keys: Annotated[Path | None, typer.Option(help="Folder with controller.key and members' .pub files.")] = None,
     as_json: Json = False,
 ) -> None:
@@ -73,6 +74,7 @@ def controller_command(
         policy=CommitPolicy.QUORUM if quorum else CommitPolicy.ALL,
         quorum=quorum,
         settings=settings,
+        ignore=ignore or (),
         **security,
     ) as controller:
         err.print(f"listening on {controller.address}, waiting for {trainers} trainers and {engine_ranks} engine ranks")

@@ -15,6 +15,7 @@ from weft.cli.case_options import (
     Dtype,
     Engine,
     GatherName,
+    Ignore,
     Json,
     Load,
     Model,
@@ -49,6 +50,7 @@ def plan_command(
     placement: Placement = "",
     policy: PolicyName = "",
     gather: GatherName = "",
+    ignore: Ignore = None,
     load: Load = None,
     config: ConfigFile = None,
     tensor: Annotated[str, typer.Option("--explain", help="Show how one tensor travels, by name.")] = "",
@@ -59,7 +61,17 @@ def plan_command(
 ) -> None:
     """Make a routing plan that provably writes every destination byte exactly once."""
     asked = Asked(
-        one_name(name, model), trainer, engine, replicas, dtype, trainer_dtype, topology, placement, policy, gather
+        one_name(name, model),
+        trainer,
+        engine,
+        replicas,
+        dtype,
+        trainer_dtype,
+        topology,
+        placement,
+        policy,
+        gather,
+        tuple(ignore or ()),
     )
     plan, plan_s = make_or_load(asked, load, config)
     if svg is not None:

@@ -14,6 +14,7 @@ from weft.cli.case_options import (
     Dtype,
     Engine,
     GatherName,
+    Ignore,
     Json,
     Load,
     Model,
@@ -50,6 +51,7 @@ def simulate_command(
     placement: Placement = "",
     policy: PolicyName = "",
     gather: GatherName = "",
+    ignore: Ignore = None,
     load: Load = None,
     config: ConfigFile = None,
     mode: Annotated[
@@ -69,7 +71,17 @@ def simulate_command(
     """Predict how long one update takes, and how long the engines pause."""
     _check_options(mode, delta_density, skew_ms)
     asked = Asked(
-        one_name(name, model), trainer, engine, replicas, dtype, trainer_dtype, topology, placement, policy, gather
+        one_name(name, model),
+        trainer,
+        engine,
+        replicas,
+        dtype,
+        trainer_dtype,
+        topology,
+        placement,
+        policy,
+        gather,
+        tuple(ignore or ()),
     )
     plan, _ = make_or_load(asked, load, config)
     preset = PRESETS.get(asked.name)

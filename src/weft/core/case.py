@@ -45,6 +45,8 @@ class Case:
     policy: str = "balanced"
     gather: str = "none"
     """`mesh` or `world` to plan like systems that gather first; `rank0` always gathers the world."""
+    ignore: tuple[str, ...] = ()
+    """Names or patterns (`visual.*`) of trainer tensors that no engine uses."""
 
 
 def plan_case(
@@ -77,6 +79,7 @@ def plan_case(
         settings=settings,
         model=model.name,
         gathered=gather is not Gather.NONE,
+        ignore=case.ignore,
         on_progress=on_progress,
     )
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from weft.core.configs import CONFIGS
+from weft.core.configs import CONFIGS, DEFAULTS
 from weft.core.model import FIRST_STAGE, LAST_STAGE, Model, ModelTensor, Split
 from weft.errors import ConfigError
 
@@ -65,7 +65,7 @@ def build_model(name: str, config: Mapping[str, Any]) -> Model:
             f"config of `{name}`: model_type {family!r} is not supported",
             hint=f"supported families: {', '.join(sorted(_FAMILIES))}",
         )
-    fields = _Fields(name, config)
+    fields = _Fields(name, config, DEFAULTS[family])
     describe, num_layers = _FAMILIES[family](fields)
     tensors = tuple(describe)
     return Model(
@@ -92,36 +92,44 @@ def _read_config(path: Path) -> Mapping[str, Any]:
 
 
 class _Fields:
-    """Reads config fields, with errors that name the field."""
+    """Reads config fields, with the family's defaults where one is absent, and errors that name the field."""
 
-    def __init__(self, name: str, config: Mapping[str, Any]) -> None:
+    def __init__(self, name: str, config: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
         self._name = name
         self._config = config
+        self._defaults = defaults
         self.dtype = self._dtype()
 
     def _dtype(self) -> str:
-        text = self._config.get("torch_dtype") or self._config.get("dtype") or "bfloat16"
+        given = self._config.get("torch_dtype") or self._config.get("dtype")
+        text = given or self._defaults.get("torch_dtype", "bfloat16")
         if not isinstance(text, str) or text not in _HF_DTYPES:
             raise ConfigError(
                 f"config of `{self._name}`: torch_dtype {text!r}", hint=f"use one of {', '.join(_HF_DTYPES)}"
             )
         return _HF_DTYPES[text]
 
-    def count(self, *names: str, most: int = MAX_WIDTH, least: int = 1, default: int | None = None) -> int:
-        """A whole number under the first of `names` that is present and not null."""
-        for name in names:
-            value = self._config.get(name)
-            if value is None:
-                continue
-            if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
-                raise ConfigError(
-                    f"config of `{self._name}`: {name} is {value!r}",
-                    hint=f"expected a number from {least} to {most}",
-                )
-            return value
-        if default is None:
-            raise ConfigError(f"config of `{self._name}` has no field `{names[0]}`")
-        return default
+    def _read(self, *names: str) -> tuple[str, Any]:
+        """The first of some names of one field that the config has, and its value: null, or the family's default."""
+        present = [name for name in names if name in self._config]
+        for name in present:
+            if self._config[name] is not None:
+                return name, self._config[name]
+        if present:
+            return present[0], None
+        return names[0], next((self._defaults[name] for name in names if name in self._defaults), None)
+
+    def count(self, *names: str, most: int = MAX_WIDTH, least: int = 1, null: int | None = None) -> int:
+        """A whole number; `null` is what the field means when it is null, or absent and without a default."""
+        name, value = self._read(*names)
+        if value is None and null is not None:
+            return null
+        if type(value) is not int or not least <= value <= most:
+            shown = "null" if value is None else repr(value)
+            raise ConfigError(
+                f"config of `{self._name}`: {name} is {shown}", hint=f"expected a number from {least} to {most}"
+            )
+        return value
 
     def refuse_more_tensors_than(self, most: int, number: int) -> None:
         """Raise if layers times experts is absurd."""
@@ -138,13 +146,35 @@ class _Fields:
             raise ConfigError(f"config of `{self._name}`: {name} is {value!r}", hint="expected a list of layer numbers")
         return frozenset(value)
 
-    def flag(self, name: str, *, default: bool = False) -> bool:
+    def kinds(self, name: str, allowed: Mapping[str, bool]) -> list[bool] | None:
+        """A kind for every layer, as a list or a string of letters, as what each kind means; none if it is null."""
+        value = self._config.get(name)
+        if value is None:
+            return None
+        num_layers = self.count("num_hidden_layers", most=MAX_LAYERS)
+        known = isinstance(value, list | str) and all(isinstance(kind, str) and kind in allowed for kind in value)
+        if not known or len(value) < num_layers:
+            raise ConfigError(
+                f"config of `{self._name}`: {name} is {value!r}",
+                hint=f"expected one of {', '.join(allowed)} for each of {num_layers} layers",
+            )
+        return [allowed[kind] for kind in value]
+
+    def flag(self, name: str) -> bool:
         """A true/false field."""
-        return bool(self._config.get(name, default))
+        _, value = self._read(name)
+        if value is not None and not isinstance(value, bool):
+            raise ConfigError(f"config of `{self._name}`: {name} is {value!r}", hint="expected true or false")
+        return bool(value)
 
     def has(self, name: str) -> bool:
-        """Whether the field is present and not null."""
-        return self._config.get(name) is not None
+        """Whether the field has a value other than null."""
+        return self._read(name)[1] is not None
+
+    def refuse(self, name: str) -> None:
+        """Raise if a feature is on that the catalog does not describe."""
+        if self.flag(name):
+            raise ConfigError(f"config of `{self._name}`: {name} is not supported")
 
     @property
     def fp8_stored(self) -> bool:
@@ -260,7 +290,7 @@ def _decoder(fields: _Fields, block: Block, *, draft_vocab: bool = True) -> Iter
     yield _Writer("model.", fields.dtype, LAST_STAGE).plain("norm.weight", hidden)
     if not fields.flag("tie_word_embeddings"):
         yield _vocab("lm_head.weight", fields, LAST_STAGE)
-    for extra in range(fields.count("num_nextn_predict_layers", least=0, most=64, default=0)):
+    for extra in range(fields.count("num_nextn_predict_layers", "num_mtp_layers", least=0, most=64, null=0)):
         layer = num_layers + extra
         writer = _Writer(f"model.layers.{layer}.", fields.dtype, layer, policy=False)
         if draft_vocab:
@@ -287,8 +317,8 @@ def _attention(fields: _Fields, *, qkv_bias: bool, out_bias: bool, qk_norm: bool
     """Multi-head or grouped-query attention with separate q, k, v."""
     hidden = fields.count("hidden_size")
     heads = fields.count("num_attention_heads")
-    kv_heads = fields.count("num_key_value_heads", default=heads)
-    width = fields.count("head_dim", default=hidden // heads)
+    kv_heads = fields.count("num_key_value_heads", null=heads)
+    width = fields.count("head_dim", null=hidden // heads)
 
     def block(writer: _Writer, _: int) -> Iterator[ModelTensor]:
         q_rows, kv_rows = heads * width, kv_heads * width
@@ -304,32 +334,50 @@ def _attention(fields: _Fields, *, qkv_bias: bool, out_bias: bool, qk_norm: bool
     return block
 
 
-def _latent_attention(fields: _Fields) -> Block:
+def _latent_attention(fields: _Fields, *, rope_names: tuple[str, ...] = ("qk_rope_head_dim",)) -> Block:
     """Multi-head latent attention (DeepSeek), with the sparse-attention indexer where the config has one."""
     hidden = fields.count("hidden_size")
     heads = fields.count("num_attention_heads")
-    q_rank = fields.count("q_lora_rank", default=0, least=0)
+    q_rank = fields.count("q_lora_rank", null=0, least=0)
     kv_rank = fields.count("kv_lora_rank")
-    nope, rope = fields.count("qk_nope_head_dim"), fields.count("qk_rope_head_dim")
+    nope, rope = fields.count("qk_nope_head_dim"), fields.count(*rope_names)
     v_width = fields.count("v_head_dim")
     q_rows = heads * (nope + rope)
+    bias = fields.flag("attention_bias")
+    has_indexer = _indexed_layers(fields)
 
-    def block(writer: _Writer, _: int) -> Iterator[ModelTensor]:
+    def block(writer: _Writer, layer: int) -> Iterator[ModelTensor]:
         attn, unit = "self_attn", "attention heads"
         if q_rank:
-            yield from writer.linear(f"{attn}.q_a_proj", q_rank, hidden, Split.NONE, 1, unit)
+            yield from writer.linear(f"{attn}.q_a_proj", q_rank, hidden, Split.NONE, 1, unit, bias=bias)
             yield writer.plain(f"{attn}.q_a_layernorm.weight", q_rank)
             yield from writer.column(f"{attn}.q_b_proj", q_rows, q_rank, heads, unit)
         else:
             yield from writer.column(f"{attn}.q_proj", q_rows, hidden, heads, unit)
-        yield from writer.linear(f"{attn}.kv_a_proj_with_mqa", kv_rank + rope, hidden, Split.NONE, 1, unit)
+        yield from writer.linear(f"{attn}.kv_a_proj_with_mqa", kv_rank + rope, hidden, Split.NONE, 1, unit, bias=bias)
         yield writer.plain(f"{attn}.kv_a_layernorm.weight", kv_rank)
         yield from writer.column(f"{attn}.kv_b_proj", heads * (nope + v_width), kv_rank, heads, unit)
-        yield from writer.row(f"{attn}.o_proj", hidden, heads * v_width, heads, unit)
-        if fields.has("index_n_heads"):
+        yield from writer.row(f"{attn}.o_proj", hidden, heads * v_width, heads, unit, bias=bias)
+        if has_indexer(layer):
             yield from _indexer(fields, writer, hidden, q_rank)
 
     return block
+
+
+def _indexed_layers(fields: _Fields) -> Callable[[int], bool]:
+    """Which layers have an indexer of their own; the others use the last one's choice. Draft layers have one."""
+    if not fields.has("index_n_heads"):
+        return lambda _: False
+    listed = fields.kinds("indexer_types", {"full": True, "shared": False})
+    if listed is None:
+        letters = {"F": True, "S": False, "full": True, "shared": False}
+        listed = fields.kinds("index_topk_pattern", letters)
+    num_layers = fields.count("num_hidden_layers", most=MAX_LAYERS)
+    if listed is None:
+        frequency = max(fields.count("index_topk_freq", least=0, most=MAX_LAYERS, null=1), 1)
+        offset = fields.count("index_skip_topk_offset", least=0, most=MAX_LAYERS, null=2)
+        listed = [max(layer - offset + 1, 0) % frequency == 0 for layer in range(num_layers)]
+    return lambda layer: layer >= num_layers or listed[layer]
 
 
 def _indexer(fields: _Fields, writer: _Writer, hidden: int, q_rank: int) -> Iterator[ModelTensor]:
@@ -343,13 +391,18 @@ def _indexer(fields: _Fields, writer: _Writer, hidden: int, q_rank: int) -> Iter
     yield writer.plain(f"{index}.weights_proj.weight", heads, hidden)
 
 
+def _num_experts(fields: _Fields) -> int:
+    """Routed experts of a layer; none: all layers are dense."""
+    return fields.count("n_routed_experts", "num_experts", "num_local_experts", most=MAX_EXPERTS, least=0)
+
+
 def _experts(fields: _Fields, *, correction_bias: bool) -> Block:
     """Router, routed experts and shared experts."""
     hidden = fields.count("hidden_size")
-    num_experts = fields.count("n_routed_experts", "num_experts", most=MAX_EXPERTS)
+    num_experts = _num_experts(fields)
     fields.refuse_more_tensors_than(MAX_TENSORS, 3 * num_experts * fields.count("num_hidden_layers", most=MAX_LAYERS))
     width = fields.count("moe_intermediate_size")
-    num_shared = fields.count("n_shared_experts", default=0, least=0)
+    num_shared = fields.count("n_shared_experts", null=0, least=0)
 
     def block(writer: _Writer, _: int) -> Iterator[ModelTensor]:
         yield writer.plain("mlp.gate.weight", num_experts, hidden)
@@ -377,22 +430,27 @@ def _pre_norm(hidden: int, attention: Block, feed_forward: Block, *, extra_norms
     return block
 
 
-def _dense(fields: _Fields, *, qkv_bias: bool, out_bias: bool, qk_norm: bool) -> Described:
+def _dense(fields: _Fields, *, qkv_bias: bool, out_bias: bool, qk_norm: bool, mlp_bias: bool = False) -> Described:
     hidden, width = fields.count("hidden_size"), fields.count("intermediate_size")
     attention = _attention(fields, qkv_bias=qkv_bias, out_bias=out_bias, qk_norm=qk_norm)
-    bias = fields.flag("mlp_bias")
-    block = _pre_norm(hidden, attention, lambda writer, _: writer.mlp("mlp", hidden, width, bias=bias))
+    block = _pre_norm(hidden, attention, lambda writer, _: writer.mlp("mlp", hidden, width, bias=mlp_bias))
     return _decoder(fields, block), fields.count("num_hidden_layers", most=MAX_LAYERS)
 
 
 def _sparse_layers(fields: _Fields) -> Callable[[int], bool]:
     """Which layers have experts: after the first dense ones, every so often, and not where the config excludes it."""
-    num_dense = fields.count("first_k_dense_replace", default=0, least=0, most=MAX_LAYERS)
-    step = fields.count("decoder_sparse_step", default=1, most=MAX_LAYERS)
-    frequency = fields.count("moe_layer_freq", default=1, most=MAX_LAYERS)
+    listed = fields.kinds("mlp_layer_types", {"sparse": True, "dense": False})
+    num_dense = fields.count("first_k_dense_replace", null=0, least=0, most=MAX_LAYERS)
+    step = fields.count("decoder_sparse_step", null=1, most=MAX_LAYERS)
+    frequency = fields.count("moe_layer_freq", null=1, most=MAX_LAYERS)
     excluded = fields.layers("mlp_only_layers")
+    num_experts = _num_experts(fields)
 
     def is_sparse(layer: int) -> bool:
+        if num_experts == 0:
+            return False
+        if listed is not None:
+            return layer >= len(listed) or listed[layer]
         regular = (layer + 1) % step == 0 and layer % frequency == 0
         return layer >= num_dense and regular and layer not in excluded
 
@@ -416,7 +474,7 @@ def _mixture(fields: _Fields, attention: Block, *, correction_bias: bool, draft_
 
 def _llama(fields: _Fields) -> Described:
     bias = fields.flag("attention_bias")
-    return _dense(fields, qkv_bias=bias, out_bias=bias, qk_norm=False)
+    return _dense(fields, qkv_bias=bias, out_bias=bias, qk_norm=False, mlp_bias=fields.flag("mlp_bias"))
 
 
 def _qwen2(fields: _Fields) -> Described:
@@ -436,6 +494,11 @@ def _qwen3_moe(fields: _Fields) -> Described:
 
 def _deepseek(fields: _Fields) -> Described:
     return _mixture(fields, _latent_attention(fields), correction_bias=True)
+
+
+def _glm4_lite(fields: _Fields) -> Described:
+    attention = _latent_attention(fields, rope_names=("qk_rope_head_dim", "head_dim"))
+    return _mixture(fields, attention, correction_bias=True)
 
 
 def _kimi(fields: _Fields) -> Described:
@@ -476,10 +539,11 @@ def _glm4(fields: _Fields) -> Described:
 
 
 def _gpt2(fields: _Fields) -> Described:
-    hidden = fields.count("n_embd")
-    num_layers = fields.count("n_layer", most=MAX_LAYERS)
-    heads = fields.count("n_head")
-    inner = fields.count("n_inner", default=4 * hidden)
+    fields.refuse("add_cross_attention")
+    hidden = fields.count("n_embd", "hidden_size")
+    num_layers = fields.count("n_layer", "num_hidden_layers", most=MAX_LAYERS)
+    heads = fields.count("n_head", "num_attention_heads")
+    inner = fields.count("n_inner", null=4 * hidden)
 
     def conv(writer: _Writer, name: str, out: int, into: int, split: Split, units: int) -> Iterator[ModelTensor]:
         for tensor in writer.linear(name, out, into, split, units, "attention heads", bias=True):
@@ -489,7 +553,7 @@ def _gpt2(fields: _Fields) -> Described:
 
     def tensors() -> Iterator[ModelTensor]:
         yield _vocab("transformer.wte.weight", fields, FIRST_STAGE)
-        positions = fields.count("n_positions")
+        positions = fields.count("n_positions", "max_position_embeddings")
         yield _Writer("transformer.", fields.dtype, FIRST_STAGE).plain("wpe.weight", positions, hidden)
         for layer in range(num_layers):
             writer = _Writer(f"transformer.h.{layer}.", fields.dtype, layer)
@@ -502,6 +566,8 @@ def _gpt2(fields: _Fields) -> Described:
             yield from conv(writer, "mlp.c_proj", hidden, inner, Split.ROW, inner)
         for part in ("weight", "bias"):
             yield _Writer("transformer.", fields.dtype, LAST_STAGE).plain(f"ln_f.{part}", hidden)
+        if not fields.flag("tie_word_embeddings"):
+            yield _vocab("lm_head.weight", fields, LAST_STAGE)
 
     return tensors(), num_layers
 
@@ -510,7 +576,7 @@ _FAMILIES: dict[str, Callable[[_Fields], Described]] = {
     "deepseek_v3": _deepseek,
     "glm4": _glm4,
     "glm4_moe": _glm4_moe,
-    "glm4_moe_lite": _deepseek,
+    "glm4_moe_lite": _glm4_lite,
     "glm_moe_dsa": _glm5,
     "gpt2": _gpt2,
     "kimi_k2": _kimi,

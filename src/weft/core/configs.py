@@ -1,4 +1,8 @@
-"""The `config.json` fields of the catalog's models that decide tensor names, shapes and arithmetic, as published."""
+"""The `config.json` fields that decide tensor names, shapes and arithmetic.
+
+`DEFAULTS` has what a field means that a config does not have: for every family what Transformers takes (5.22; compared
+with its models by tests/unit/test_catalog_against_transformers.py). `CONFIGS` has the catalog's models as published.
+"""
 
 from __future__ import annotations
 
@@ -258,3 +262,131 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "glm-5": _GLM5,
     "glm-5-4layer": {**_GLM5, "num_hidden_layers": 4, "num_nextn_predict_layers": 0},
 }
+
+_LATENT_DEFAULTS = {
+    "n_shared_experts": 1,
+    "kv_lora_rank": 512,
+    "qk_rope_head_dim": 64,
+    "attention_bias": False,
+    "tie_word_embeddings": False,
+}
+_DEEPSEEK_DEFAULTS = {
+    **_LATENT_DEFAULTS,
+    "vocab_size": 129280,
+    "hidden_size": 7168,
+    "intermediate_size": 18432,
+    "moe_intermediate_size": 2048,
+    "num_hidden_layers": 61,
+    "num_attention_heads": 128,
+    "n_routed_experts": 256,
+    "q_lora_rank": 1536,
+    "v_head_dim": 128,
+    "qk_nope_head_dim": 128,
+    "first_k_dense_replace": 3,
+}
+_QWEN_DEFAULTS = {
+    "vocab_size": 151936,
+    "hidden_size": 4096,
+    "intermediate_size": 22016,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 32,
+    "tie_word_embeddings": False,
+}
+
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "llama": {
+        "vocab_size": 32000,
+        "hidden_size": 4096,
+        "intermediate_size": 11008,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "tie_word_embeddings": False,
+    },
+    "qwen2": _QWEN_DEFAULTS,
+    "qwen3": {**_QWEN_DEFAULTS, "head_dim": 128, "attention_bias": False},
+    "qwen3_moe": {
+        **_QWEN_DEFAULTS,
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "num_hidden_layers": 24,
+        "num_key_value_heads": 4,
+        "moe_intermediate_size": 768,
+        "num_experts": 128,
+        "decoder_sparse_step": 1,
+        "attention_bias": False,
+    },
+    "glm4": {
+        "vocab_size": 151552,
+        "hidden_size": 4096,
+        "intermediate_size": 13696,
+        "num_hidden_layers": 40,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 2,
+        "head_dim": 128,
+        "attention_bias": True,
+        "tie_word_embeddings": False,
+    },
+    "glm4_moe": {
+        "vocab_size": 151552,
+        "hidden_size": 4096,
+        "intermediate_size": 10944,
+        "moe_intermediate_size": 1408,
+        "num_hidden_layers": 46,
+        "num_attention_heads": 96,
+        "num_key_value_heads": 8,
+        "n_routed_experts": 128,
+        "n_shared_experts": 1,
+        "first_k_dense_replace": 1,
+        "use_qk_norm": False,
+        "attention_bias": False,
+        "tie_word_embeddings": False,
+    },
+    "glm4_moe_lite": {
+        **_LATENT_DEFAULTS,
+        "vocab_size": 154880,
+        "hidden_size": 2048,
+        "intermediate_size": 10240,
+        "moe_intermediate_size": 1536,
+        "num_hidden_layers": 47,
+        "num_attention_heads": 20,
+        "n_routed_experts": 64,
+        "q_lora_rank": 768,
+        "v_head_dim": 256,
+        "qk_nope_head_dim": 192,
+        "first_k_dense_replace": 1,
+    },
+    "glm_moe_dsa": {
+        **_LATENT_DEFAULTS,
+        "vocab_size": 154880,
+        "hidden_size": 6144,
+        "intermediate_size": 12288,
+        "moe_intermediate_size": 2048,
+        "num_hidden_layers": 78,
+        "num_attention_heads": 64,
+        "n_routed_experts": 256,
+        "q_lora_rank": 2048,
+        "v_head_dim": 256,
+        "qk_nope_head_dim": 192,
+        "first_k_dense_replace": 3,
+        "index_n_heads": 32,
+        "index_head_dim": 128,
+        "index_topk_freq": 1,
+        "index_skip_topk_offset": 2,
+    },
+    "deepseek_v3": _DEEPSEEK_DEFAULTS,
+    "kimi_k2": _DEEPSEEK_DEFAULTS,
+    "gpt2": {
+        "vocab_size": 50257,
+        "n_positions": 1024,
+        "n_embd": 768,
+        "n_layer": 12,
+        "n_head": 12,
+        "tie_word_embeddings": True,
+        "torch_dtype": "float32",
+    },
+}
+"""Draft layers are not here: a checkpoint has them where its config says so. Nor is `kimi_k2` in Transformers: it has
+DeepSeek-V3's fields."""

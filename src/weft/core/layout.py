@@ -13,8 +13,8 @@ layouts stay small.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import prod
 
@@ -31,6 +31,9 @@ MAX_TENSOR_DIM = 2**31 - 1
 MAX_SHARD_ROWS = 30_000_000
 MAX_DIMS = 6
 MAX_ELEMENTS = 1 << 60
+MAX_INTERLEAVED = 1 << 20
+"""Elements of a shard whose addresses are compared one by one, where its strides alone do not tell them apart."""
+SIDES = ("trainer", "engine")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,6 +175,25 @@ class Layout:
                 hint="every element must be in exactly one box; only identical boxes may be held by several ranks",
             )
 
+    def without(self, names: Collection[str]) -> Layout:
+        """The layout without some tensors, in columns no wider than the other tensors need."""
+        if not names:
+            return self
+        stays = np.array([tensor.name not in names for tensor in self.tensors], dtype=bool)
+        rows = np.flatnonzero(stays[self.tensor_of])
+        tensors = tuple(tensor for tensor in self.tensors if tensor.name not in names)
+        num_dims = max((len(tensor.shape) for tensor in tensors), default=1)
+        number = np.cumsum(stays, dtype=np.int32) - 1
+        return replace(
+            self,
+            tensors=tensors,
+            tensor_of=number[self.tensor_of[rows]],
+            group_of=self.group_of[rows],
+            lo=self.lo[rows, :num_dims],
+            extent=self.extent[rows, :num_dims],
+            strides=self.strides[rows, :num_dims],
+        )
+
     @classmethod
     def from_shards(
         cls,
@@ -184,6 +206,8 @@ class Layout:
         """Build and check a layout from explicit shards; identical boxes on several ranks become replicas."""
         check_tensors(tensors)
         _check_shards(tensors, shards)
+        num_needed = 1 + max((shard.rank for shard in shards), default=0)
+        _check_side(side, num_ranks, num_needed)
         index = {tensor.name: i for i, tensor in enumerate(tensors)}
         holders: dict[tuple[int, tuple[int, ...], tuple[int, ...]], list[Shard]] = {}
         for shard in shards:
@@ -191,14 +215,16 @@ class Layout:
                 holders.setdefault((index[shard.tensor], shard.lo, shard.extent), []).append(shard)
         builder = LayoutBuilder(tensors)
         for (tensor, lo, extent), same in sorted(holders.items(), key=lambda item: item[0]):
-            strides = {shard.strides for shard in same}
+            strides = {_used_strides(shard) for shard in same}
             if len(strides) > 1:
+                ranks = sorted({shard.rank for shard in same})
                 raise LayoutError(
-                    f"replicas of `{same[0].tensor}` at {list(lo)} have different memory strides: {strides}",
+                    f"replicas of `{same[0].tensor}` at {list(lo)} have different memory strides: "
+                    f"{sorted(strides)} on ranks {ranks}",
                     hint="give all replicas of a shard one memory layout",
                 )
             builder.add(tensor, [shard.rank for shard in same], lo, extent, strides.pop())
-        layout = builder.build(side=side, num_ranks=num_ranks or 1 + max((s.rank for s in shards), default=0))
+        layout = builder.build(side=side, num_ranks=num_ranks or num_needed)
         layout.check()
         return layout
 
@@ -263,11 +289,17 @@ def check_tensors(tensors: Sequence[Tensor]) -> None:
     problems = []
     seen: set[str] = set()
     for tensor in tensors:
+        if not isinstance(tensor, Tensor) or not isinstance(tensor.name, str) or not tensor.name:
+            problems.append(f"{tensor!r}: expected a Tensor with a name")
+            continue
         if tensor.name in seen:
             problems.append(f"{tensor.name}: listed twice")
         seen.add(tensor.name)
-        if tensor.dtype not in DTYPE_BYTES:
+        if not isinstance(tensor.dtype, str) or tensor.dtype not in DTYPE_BYTES:
             problems.append(f"{tensor.name}: unknown dtype `{tensor.dtype}` (known: {', '.join(DTYPE_BYTES)})")
+        if not is_coordinates(tensor.shape):
+            problems.append(f"{tensor.name}: shape {tensor.shape!r}, expected a tuple of whole numbers")
+            continue
         possible = 0 < len(tensor.shape) <= MAX_DIMS and all(0 < size <= MAX_TENSOR_DIM for size in tensor.shape)
         if not possible or prod(size + 1 for size in tensor.shape) > MAX_ELEMENTS:
             problems.append(f"{tensor.name}: impossible shape {list(tensor.shape)}")
@@ -275,24 +307,92 @@ def check_tensors(tensors: Sequence[Tensor]) -> None:
         raise LayoutError("the tensor list is not usable", problems=tuple(problems))
 
 
+def is_coordinates(value: object) -> bool:
+    """Whether a value is a tuple of whole numbers, as boxes and shapes are."""
+    return isinstance(value, tuple) and all(type(number) is int for number in value)
+
+
+def is_rank(value: object) -> bool:
+    """Whether a value can be the number of a rank."""
+    return type(value) is int and 0 <= value < MAX_RANKS
+
+
 def _check_shards(tensors: Sequence[Tensor], shards: Sequence[Shard]) -> None:
     shapes = {tensor.name: tensor.shape for tensor in tensors}
     problems = []
     for shard in shards:
-        shape = shapes.get(shard.tensor)
-        where = f"{shard.tensor} on rank {shard.rank}"
-        if shape is None:
-            problems.append(f"{where}: no such tensor")
-        elif not 0 <= shard.rank < MAX_RANKS:
-            problems.append(f"{where}: rank outside 0…{MAX_RANKS - 1}")
-        elif len(shard.lo) != len(shape) or len(shard.extent) != len(shape):
-            problems.append(f"{where}: box has {len(shard.lo)} dimensions, the tensor {len(shape)}")
-        elif any(lo < 0 or n < 0 or lo + n > size for lo, n, size in zip(shard.lo, shard.extent, shape, strict=True)):
-            problems.append(f"{where}: box {list(shard.lo)} + {list(shard.extent)} is outside {list(shape)}")
-        elif shard.strides is not None and (len(shard.strides) != len(shape) or min(shard.strides) < 1):
-            problems.append(f"{where}: strides {list(shard.strides)} for {len(shape)} dimensions")
+        if not isinstance(shard, Shard):
+            problems.append(f"{shard!r}: expected a Shard")
+        elif problem := _shard_problem(shard, shapes):
+            problems.append(f"{shard.tensor} on rank {shard.rank}: {problem}")
     if problems:
         raise LayoutError("the shard list is not usable", problems=tuple(problems))
+
+
+def _shard_problem(shard: Shard, shapes: dict[str, tuple[int, ...]]) -> str:
+    """What is wrong with a shard; empty if nothing is."""
+    lo, extent = shard.lo, shard.extent
+    shape = shapes.get(shard.tensor) if isinstance(shard.tensor, str) else None
+    if shape is None:
+        return "no such tensor"
+    if not is_rank(shard.rank):
+        return f"rank outside 0…{MAX_RANKS - 1}"
+    if not is_coordinates(lo) or not is_coordinates(extent):
+        return f"lo is {lo!r} and extent {extent!r}, expected tuples of whole numbers"
+    if len(lo) != len(shape) or len(extent) != len(shape):
+        return f"lo has {len(lo)} and extent {len(extent)} dimensions, the tensor {len(shape)}"
+    if any(start < 0 or n < 0 or start + n > size for start, n, size in zip(lo, extent, shape, strict=True)):
+        return f"box {list(lo)} + {list(extent)} is outside {list(shape)}"
+    return "" if shard.strides is None else _strides_problem(extent, shard.strides)
+
+
+def _strides_problem(extent: tuple[int, ...], strides: tuple[int, ...]) -> str:
+    """What is wrong with the memory of a shard."""
+    if not is_coordinates(strides) or len(strides) != len(extent) or min(strides) < 1:
+        return f"strides {strides!r}, expected {len(extent)} numbers from 1"
+    if _aliases(extent, strides):
+        return f"strides {list(strides)} put two elements of {list(extent)} at one address"
+    return ""
+
+
+def _aliases(extent: tuple[int, ...], strides: tuple[int, ...]) -> bool:
+    """Whether two elements of a shard lie at one address."""
+    if 0 in extent:
+        return False
+    walked = sorted((step, n) for n, step in zip(extent, strides, strict=True) if n > 1)
+    reach = 0
+    for step, n in walked:
+        if step <= reach:
+            break
+        reach += step * (n - 1)
+    else:
+        return False
+    if prod(extent) > MAX_INTERLEAVED:
+        return True  # no framework interleaves rows like this
+    addresses = np.zeros(1, dtype=np.int64)
+    for step, n in walked:
+        addresses = np.add.outer(addresses, step * np.arange(n)).ravel()
+    return len(np.unique(addresses)) < len(addresses)
+
+
+def _used_strides(shard: Shard) -> tuple[int, ...]:
+    """The strides of a shard's memory; row-major in dimensions of one element, where they do not matter."""
+    strides = list(shard.strides or (0,) * len(shard.extent))
+    pitch = 1
+    for dim in range(len(strides) - 1, -1, -1):
+        if shard.strides is None or shard.extent[dim] == 1:
+            strides[dim] = pitch
+        pitch *= shard.extent[dim]
+    return tuple(strides)
+
+
+def _check_side(side: str, num_ranks: int | None, num_needed: int) -> None:
+    if side not in SIDES:
+        raise LayoutError(f"unknown side `{side}`", hint=f"use {' or '.join(SIDES)}")
+    if num_ranks is None:
+        return
+    if type(num_ranks) is not int or not num_needed <= num_ranks <= MAX_RANKS:
+        raise LayoutError(f"{num_ranks!r} {side} ranks, expected {num_needed} to {MAX_RANKS}")
 
 
 def _defect(surplus: int) -> str:

@@ -23,10 +23,10 @@ from weft.core.boxes import Ints
 from weft.core.layout import Layout, Tensor
 from weft.core.plan import Path, Plan, piece_sources, route_boxes, scale_name
 from weft.core.proof import prove
-from weft.core.recipe import Op, Recipe, to_destination_dims, widen
+from weft.core.recipe import Op, Recipe, ignored_tensors, to_destination_dims, widen
 from weft.core.scaling import Scaling, scale_shape
 from weft.core.topology import Topology
-from weft.errors import ConfigError, PlanError
+from weft.errors import ConfigError, LayoutError, PlanError
 
 MAX_ROUTES = 200_000_000
 """Largest plan weft makes; Kimi-K2 over 256 → 128 ranks has 26 million routes."""
@@ -46,10 +46,15 @@ def make_plan(
     ignore: Sequence[str] = (),
     on_progress: Callable[[str], None] = lambda _: None,
 ) -> Plan:
-    """The routing plan; raises if the two sides do not fit, never returns an unproven plan."""
+    """The routing plan; raises if the two sides do not fit, never returns an unproven plan.
+
+    `ignore` are names or patterns (`visual.*`) of trainer tensors that no engine uses; they are not part of the plan.
+    """
+    _check_types(trainer=trainer, recipe=recipe, topology=topology, settings=settings or Settings())
     chosen, settings = parse_policy(policy), settings or Settings()
     on_progress("checking layouts")
-    sources = _checked_sources(trainer, recipe, topology, ignore)
+    ignored = ignored_tensors(trainer, ignore)
+    sources = _checked_sources(trainer, recipe, topology, ignored)
     on_progress("intersecting pieces with shards")
     piece, shard = _candidates(recipe, sources)
     piece, shard, dst_lo, src_lo, extent = _intersect(recipe, sources, piece, shard)
@@ -71,14 +76,25 @@ def make_plan(
         first=demand.first,
         sender=choose_senders(demand, chosen),
         gathered=gathered,
-        ignored=tuple(ignore),
+        ignored=ignored,
     )
     on_progress("proving exact cover")
     prove(plan)
     return plan
 
 
-def _checked_sources(trainer: Layout, recipe: Recipe, topology: Topology, ignore: Sequence[str]) -> Layout:
+_KINDS: dict[str, type] = {"trainer": Layout, "recipe": Recipe, "topology": Topology, "settings": Settings}
+
+
+def _check_types(**given: object) -> None:
+    for name, value in given.items():
+        kind = _KINDS[name]
+        if not isinstance(value, kind):
+            hint = "load_topology(…).place(num_trainers=…, num_engines=…) gives one" if kind is Topology else None
+            raise ConfigError(f"`{name}` is a {type(value).__name__}, expected a {kind.__name__}", hint=hint)
+
+
+def _checked_sources(trainer: Layout, recipe: Recipe, topology: Topology, ignored: tuple[str, ...]) -> Layout:
     """The trainer layout with scales, as wide as the recipe, once both sides are known to fit."""
     if topology.num_trainers != trainer.num_ranks or topology.num_engines != recipe.engine.num_ranks:
         raise PlanError(
@@ -86,8 +102,8 @@ def _checked_sources(trainer: Layout, recipe: Recipe, topology: Topology, ignore
             f"the layouts {trainer.num_ranks} and {recipe.engine.num_ranks}"
         )
     trainer.check()
-    recipe.check_sources(trainer, ignore=ignore)
-    sources = with_scales(trainer, recipe)
+    recipe.check_sources(trainer, ignore=ignored)
+    sources = with_scales(trainer.without(frozenset(ignored)), recipe)
     return widen(sources, max(sources.num_dims, recipe.engine.num_dims))
 
 
@@ -130,6 +146,11 @@ def with_scales(trainer: Layout, recipe: Recipe) -> Layout:
     wanted = {recipe.sources[i] for i in np.unique(recipe.src[recipe.op == Op.SCALE])}
     if not wanted:
         return trainer
+    names = {tensor.name for tensor in trainer.tensors}
+    taken = sorted(name for name in wanted if scale_name(name) in names)
+    if taken:
+        problems = tuple(f"{scale_name(name)}: weft's own name of the scales of {name}" for name in taken)
+        raise LayoutError("trainer tensors have names of weft's own", problems=problems, hint="give them other names")
     number = np.full(len(trainer.tensors), -1, dtype=np.int32)
     scales: list[Tensor] = []
     for i, tensor in enumerate(trainer.tensors):
@@ -160,17 +181,17 @@ def _candidates(recipe: Recipe, sources: Layout) -> tuple[Ints, Ints]:
     num_shards = np.bincount(sources.tensor_of, minlength=len(sources.tensors))
     starts = np.cumsum(num_shards) - num_shards
     tensor = piece_sources(recipe, sources)
-    count = np.where(tensor >= 0, num_shards[tensor], 0)
+    count = np.append(num_shards, 0)[tensor]  # -1, padding, has none
     _check_number(int(count.sum()), "pairs of a piece and a shard")
     piece = np.repeat(np.arange(len(tensor), dtype=np.int32), count)
     within = np.arange(len(piece)) - np.repeat(np.cumsum(count) - count, count)
-    return piece, order[np.repeat(starts[tensor], count) + within]
+    return piece, order[np.repeat(np.append(starts, 0)[tensor], count) + within]
 
 
 def _intersect(recipe: Recipe, sources: Layout, piece: Ints, shard: Ints) -> tuple[Ints, Ints, Ints, Ints, Ints]:
     """The pairs that overlap, with their boxes as 32-bit columns."""
     blocks = []
-    for start in range(0, len(piece), CANDIDATES_PER_BLOCK):
+    for start in range(0, max(len(piece), 1), CANDIDATES_PER_BLOCK):
         some = slice(start, start + CANDIDATES_PER_BLOCK)
         dst_lo, src_lo, extent, overlaps = route_boxes(recipe, sources, piece[some], shard[some])
         columns = (piece[some], shard[some], dst_lo, src_lo, extent)

@@ -19,7 +19,9 @@ from weft.errors import LayoutError, PlanError
 
 def prove(plan: Plan) -> None:
     """Raise a PlanError that names the tensors concerned, unless the plan is exact."""
-    virtual = [tensor.name for tensor in plan.trainer.tensors if tensor.name.endswith(SCALE_SUFFIX)]
+    sources = frozenset(plan.recipe.sources)
+    names = (tensor.name for tensor in plan.trainer.tensors)
+    virtual = [name for name in names if name.endswith(SCALE_SUFFIX) and name not in sources]
     try:
         plan.recipe.check_sources(plan.trainer, ignore=[*virtual, *plan.ignored])
     except LayoutError as error:

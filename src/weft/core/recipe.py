@@ -14,9 +14,11 @@ Loaders that were traced give strided views instead: `weft.core.strided`.
 
 from __future__ import annotations
 
+import difflib
 import enum
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
 from functools import cached_property
 
 import numpy as np
@@ -31,10 +33,12 @@ from weft.core.layout import (
     Tensor,
     check_tensors,
     coordinate_column,
+    is_coordinates,
+    is_rank,
     shape_column,
 )
 from weft.core.scaling import Scaling, block_sides
-from weft.errors import LayoutError
+from weft.errors import ConfigError, LayoutError
 
 
 class Op(enum.IntEnum):
@@ -103,6 +107,8 @@ class Recipe:
     """Identical engines; engine rank = replica * ranks_per_replica + rank inside the replica."""
     scaling: Mapping[str, Scaling] = field(default_factory=dict)
     """Which elements of a source share a scale, where that is not a 128×128 block."""
+    src_dims: NDArray[np.int8] | None = None
+    """Coordinates each piece gives of its source; none for the recipe of a plan that was loaded."""
 
     @cached_property
     def src_extent(self) -> Ints:
@@ -144,8 +150,21 @@ class Recipe:
                 hint="each source dimension may be used once, and longer extents need one",
             )
 
-    def check_sources(self, trainer: Layout, *, ignore: Sequence[str] = ()) -> None:
-        """Raise unless trainer tensors and recipe agree; every problem is listed, by tensor name."""
+    def check_scales(self) -> None:
+        """Raise unless every rank that takes a weight in FP8 takes scales of it, and every scale has a weight."""
+        problems = list(_scale_problems(self))
+        if problems:
+            raise LayoutError(
+                f"{len(problems)} FP8 weights and scales do not belong together",
+                problems=tuple(problems),
+                hint="make an FP8 weight of Op.QUANTIZE pieces, and its scales of Op.SCALE pieces of the same source",
+            )
+
+    def check_sources(self, trainer: Layout, *, ignore: Collection[str] = ()) -> None:
+        """Raise unless trainer tensors and recipe agree; every problem is listed, by tensor name.
+
+        `ignore` are names of trainer tensors that no engine uses, on purpose.
+        """
         problems = tuple(_source_problems(self, trainer, frozenset(ignore)))
         if problems:
             raise LayoutError(
@@ -161,21 +180,21 @@ class Recipe:
         pieces: Mapping[int, Sequence[Piece]],
         *,
         num_replicas: int = 1,
+        scaling: Mapping[str, Scaling] | None = None,
     ) -> Recipe:
         """A recipe from the local tensors and pieces of each rank of one engine, repeated for every replica.
 
-        Ranks that agree on a tensor share its row.
+        Ranks that agree on a tensor share its row. `scaling` says which elements of a source share a scale, where
+        that is not a 128×128 block.
         """
+        _check_ranks(tensors, pieces, num_replicas)
         num_ranks = 1 + max(tensors)
-        if num_replicas < 1 or num_ranks * num_replicas > MAX_RANKS:
-            raise LayoutError(f"{num_replicas} replicas of {num_ranks} ranks", hint=f"1 to {MAX_RANKS} ranks in all")
         same: dict[tuple[Tensor, tuple[Piece, ...]], list[int]] = {}
         for rank, local in tensors.items():
             check_tensors(local)
+            _check_pieces(rank, local, pieces[rank])
             by_dst: dict[str, list[Piece]] = {tensor.name: [] for tensor in local}
             for piece in pieces[rank]:
-                if piece.dst not in by_dst:
-                    raise LayoutError(f"engine rank {rank} has no tensor `{piece.dst}` but a piece for it")
                 by_dst[piece.dst].append(piece)
             for tensor in local:
                 same.setdefault((tensor, tuple(by_dst[tensor.name])), []).append(rank)
@@ -183,7 +202,109 @@ class Recipe:
         starts = np.arange(num_replicas)[:, None] * num_ranks
         for (tensor, made_of), ranks in same.items():
             builder.add(tensor, (starts + np.array(ranks)).ravel(), made_of)
-        return builder.build(num_ranks=num_ranks * num_replicas)
+        recipe = builder.build(num_ranks=num_ranks * num_replicas)
+        return replace(recipe, scaling=_checked_scaling(recipe, scaling or {}))
+
+
+def ignored_tensors(trainer: Layout, ignore: Sequence[str]) -> tuple[str, ...]:
+    """The trainer tensors some names or patterns (`visual.*`) mean, in layout order."""
+    if isinstance(ignore, str) or not all(isinstance(name, str) for name in ignore):
+        raise ConfigError(f"`ignore` is {ignore!r}", hint="give a list of names or patterns: [`visual.*`]")
+    names = [tensor.name for tensor in trainer.tensors]
+    matched = {wanted: {name for name in names if name == wanted or fnmatchcase(name, wanted)} for wanted in ignore}
+    unknown = [wanted for wanted, found in matched.items() if not found]
+    if unknown:
+        close = [name for wanted in unknown for name in difflib.get_close_matches(wanted, names, n=1)]
+        raise LayoutError(
+            f"{len(unknown)} of the tensors to ignore do not exist",
+            problems=tuple(f"ignore: `{wanted}` matches no trainer tensor" for wanted in unknown),
+            hint=f"did you mean {', '.join(close)}?" if close else "a name, or a pattern such as `visual.*`",
+        )
+    left_out = set().union(*matched.values()) if matched else set()
+    return tuple(name for name in names if name in left_out)
+
+
+def _check_ranks(
+    tensors: Mapping[int, Sequence[Tensor]], pieces: Mapping[int, Sequence[Piece]], num_replicas: int
+) -> None:
+    """Raise unless ranks are numbers, some rank has a tensor, and both mappings have the same ranks."""
+    wrong = [rank for rank in (*tensors, *pieces) if not is_rank(rank)]
+    problems = [f"engine rank {rank!r}: outside 0…{MAX_RANKS - 1}" for rank in wrong]
+    problems += [f"engine rank {rank}: has tensors but no entry in `pieces`" for rank in tensors if rank not in pieces]
+    problems += [f"engine rank {rank}: has pieces but no entry in `tensors`" for rank in pieces if rank not in tensors]
+    if not any(len(local) for local in tensors.values()):
+        problems.append("no engine rank has a tensor")
+    if problems:
+        raise LayoutError("the engine ranks are not usable", problems=tuple(dict.fromkeys(problems)))
+    num_ranks = 1 + max(tensors)
+    if type(num_replicas) is not int or num_replicas < 1 or num_ranks * num_replicas > MAX_RANKS:
+        raise LayoutError(f"{num_replicas!r} replicas of {num_ranks} ranks", hint=f"1 to {MAX_RANKS} ranks in all")
+
+
+def _check_pieces(rank: int, local: Sequence[Tensor], pieces: Sequence[Piece]) -> None:
+    shapes = {tensor.name: tensor.shape for tensor in local}
+    problems = []
+    for piece in pieces:
+        if not isinstance(piece, Piece):
+            problems.append(f"{piece!r} on engine rank {rank}: expected a Piece")
+        elif problem := _piece_problem(piece, shapes):
+            problems.append(f"{piece.dst} on engine rank {rank}: {problem}")
+    if problems:
+        raise LayoutError("the piece list is not usable", problems=tuple(problems))
+
+
+def _piece_problem(piece: Piece, shapes: Mapping[str, tuple[int, ...]]) -> str:
+    """What is wrong with a piece, as far as its destination tells; empty if nothing is."""
+    shape = shapes.get(piece.dst) if isinstance(piece.dst, str) else None
+    if shape is None:
+        return f"a piece for it, but no tensor `{piece.dst}`"
+    if not isinstance(piece.op, Op):
+        return f"op is {piece.op!r}, expected an Op"
+    for name in ("dst_lo", "extent", "src_lo", "axes"):
+        value = getattr(piece, name)
+        if not is_coordinates(value) and (name, value) != ("axes", None):
+            return f"{name} is {value!r}, expected a tuple of whole numbers"
+    for name in ("dst_lo", "extent", "axes"):
+        value = getattr(piece, name)
+        if value is not None and len(value) != len(shape):
+            return f"{name} {list(value)} has {len(value)} dimensions, the tensor {len(shape)}"
+    inside = all(
+        lo >= 0 and n > 0 and lo + n <= size for lo, n, size in zip(piece.dst_lo, piece.extent, shape, strict=True)
+    )
+    if not inside:
+        return f"box {list(piece.dst_lo)} + {list(piece.extent)} is empty or outside {list(shape)}"
+    return _reading_problem(piece)
+
+
+def _reading_problem(piece: Piece) -> str:
+    """What is wrong with the source of a piece."""
+    is_padding = piece.op is Op.PAD
+    if not isinstance(piece.source, str) or (piece.source == "") != is_padding:
+        return f"source is {piece.source!r}, but only padding has none" if is_padding else "a piece without a source"
+    if is_padding:
+        return ""
+    if any(at < 0 for at in piece.src_lo):
+        return f"reads {piece.source} from {list(piece.src_lo)}"
+    axes = piece.axes if piece.axes is not None else tuple(range(len(piece.extent)))
+    walked = [axis for axis in axes if axis != -1]
+    is_possible = all(0 <= axis < len(piece.src_lo) for axis in walked) and len(set(walked)) == len(walked)
+    if not is_possible or any(n > 1 and axis == -1 for n, axis in zip(piece.extent, axes, strict=True)):
+        return (
+            f"axis order {list(axes)} for extents {list(piece.extent)} and {len(piece.src_lo)} coordinates of "
+            f"{piece.source}: each source dimension may be used once, and longer extents need one"
+        )
+    return ""
+
+
+def _checked_scaling(recipe: Recipe, scaling: Mapping[str, Scaling]) -> dict[str, Scaling]:
+    """Kinds of scaling by source, once all of them are known and used."""
+    quantized = {recipe.sources[number] for number in np.unique(recipe.src[recipe.op == Op.SCALE])}
+    problems = [f"{name}: no scales are made of it" for name in scaling if name not in quantized]
+    problems += [f"{name}: unknown scaling {kind!r}" for name, kind in scaling.items() if kind not in list(Scaling)]
+    if problems:
+        hint = f"kinds: {', '.join(Scaling)}"
+        raise LayoutError("`scaling` does not fit the pieces", problems=tuple(problems), hint=hint)
+    return {name: Scaling(kind) for name, kind in scaling.items()}
 
 
 def padding_piece(dst: str, dst_lo: tuple[int, ...], extent: tuple[int, ...]) -> Piece:
@@ -248,8 +369,10 @@ class RecipeBuilder:
             src_lo=np.concatenate([block.src_lo for block in blocks]),
             axes=np.concatenate([block.axes for block in blocks]),
             num_replicas=self._num_replicas,
+            src_dims=np.concatenate([block.src_dims for block in blocks]),
         )
         recipe.check_cover()
+        recipe.check_scales()
         return recipe
 
 
@@ -263,6 +386,7 @@ class _Block:
     extent: Ints
     src_lo: Ints
     axes: Ints
+    src_dims: NDArray[np.int8]
 
 
 def _block(
@@ -278,6 +402,7 @@ def _block(
         extent=shape_column([piece.extent for piece in pieces], num_dims),
         src_lo=coordinate_column([piece.src_lo for piece in pieces], num_dims, fill=0),
         axes=coordinate_column([piece.axes or tuple(range(len(piece.extent))) for piece in pieces], num_dims, fill=-1),
+        src_dims=np.array([len(piece.src_lo) for piece in pieces], dtype=np.int8),
     )
     if stack is None:
         return plain
@@ -291,6 +416,7 @@ def _block(
         extent=np.tile(np.roll(plain.extent, 1, axis=1), (count, 1)),
         src_lo=np.tile(plain.src_lo, (count, 1)),
         axes=np.tile(np.roll(plain.axes, 1, axis=1), (count, 1)),
+        src_dims=np.tile(plain.src_dims, count),
     )
 
 
@@ -327,11 +453,13 @@ def _source_problems(recipe: Recipe, trainer: Layout, ignore: frozenset[str]) ->
     for name in recipe.sources:
         if name not in number:
             yield f"missing: {name} (the engine needs it, no trainer rank has it)"
+        elif name in ignore:
+            yield f"ignored: {name} (it is to be left out, but the engine needs it)"
     used = frozenset(recipe.sources) | ignore
     for tensor in trainer.tensors:
         if tensor.name not in used:
             yield f"unexpected: {tensor.name} (a trainer has it, no engine tensor uses it)"
-    source_of = np.array([number.get(name, -1) for name in recipe.sources], dtype=np.int64)
+    source_of = np.array([*(number.get(name, -1) for name in recipe.sources), -1], dtype=np.int64)
     known = np.flatnonzero((recipe.src >= 0) & (source_of[recipe.src] >= 0))
     tensor_of = source_of[recipe.src[known]]
     yield from _shape_problems(recipe, trainer, known, tensor_of)
@@ -339,13 +467,22 @@ def _source_problems(recipe: Recipe, trainer: Layout, ignore: frozenset[str]) ->
 
 
 def _shape_problems(recipe: Recipe, trainer: Layout, pieces: Ints, tensor_of: Ints) -> Iterator[str]:
-    num_dims = recipe.extent.shape[1]
+    num_dims = max(recipe.extent.shape[1], trainer.num_dims)
     shapes = pad_dims(trainer.shapes, num_dims, 1)[tensor_of]
     in_blocks = (recipe.op[pieces] == Op.SCALE)[:, None]
-    sides = recipe.block_sides(trainer.tensors)[:, :num_dims][tensor_of]
+    sides = pad_dims(recipe.block_sides(trainer.tensors), num_dims, 1)[tensor_of]
     limit = np.where(in_blocks, -(-shapes // sides), shapes)
-    end = recipe.src_lo[pieces] + recipe.src_extent[pieces]
+    end = pad_dims(recipe.src_lo[pieces] + recipe.src_extent[pieces], num_dims, 1)
     seen = set()
+    for i in _other_dims(recipe, trainer, pieces, tensor_of):
+        tensor, row = trainer.tensors[tensor_of[i]], recipe.dst[pieces[i]]
+        if tensor.name not in seen and recipe.src_dims is not None:
+            seen.add(tensor.name)
+            rank = recipe.engine.groups.of(int(recipe.engine.group_of[row]))[0]
+            yield (
+                f"shape: {tensor.name} is {list(tensor.shape)}, a piece of {recipe.engine.tensors[row].name} on engine "
+                f"rank {rank} reads it with {recipe.src_dims[pieces[i]]} coordinates"
+            )
     for i in np.flatnonzero((end > limit).any(axis=1)):
         tensor = trainer.tensors[tensor_of[i]]
         if tensor.name not in seen:
@@ -354,11 +491,38 @@ def _shape_problems(recipe: Recipe, trainer: Layout, pieces: Ints, tensor_of: In
             yield f"shape: {tensor.name} is {list(tensor.shape)}, the engine reads up to {needs}"
 
 
+def _other_dims(recipe: Recipe, trainer: Layout, pieces: Ints, tensor_of: Ints) -> Ints:
+    """Pieces that read their source with more or fewer coordinates than it has."""
+    if recipe.src_dims is None:
+        return np.zeros(0, dtype=np.int64)
+    num_dims = np.array([len(tensor.shape) for tensor in trainer.tensors], dtype=np.int8)
+    return np.flatnonzero(recipe.src_dims[pieces] != num_dims[tensor_of])
+
+
+def _scale_problems(recipe: Recipe) -> Iterator[str]:
+    """FP8 weights without scales, by rank, and scales without a weight."""
+    group, num_sources = recipe.engine.group_of[recipe.dst].astype(np.int64), len(recipe.sources)
+    keys = group * num_sources + recipe.src
+    quantized, scaled = (np.unique(keys[recipe.op == op]) for op in (Op.QUANTIZE, Op.SCALE))
+    alone = np.setdiff1d(quantized, scaled)
+    if len(alone):  # other groups of ranks may hold its scales
+        groups = recipe.engine.groups
+        held = {
+            (int(key % num_sources), rank) for key in scaled for rank in groups.of(int(key // num_sources)).tolist()
+        }
+        for source, ranks in ((int(key % num_sources), groups.of(int(key // num_sources))) for key in alone):
+            missing = [rank for rank in ranks.tolist() if (source, rank) not in held]
+            if missing:
+                yield f"{recipe.sources[source]}: engine rank {missing[0]} takes it in FP8, but no scales of it"
+    for source in np.setdiff1d(scaled % max(num_sources, 1), quantized % max(num_sources, 1)):
+        yield f"{recipe.sources[source]}: its scales are taken, but nothing of it in FP8"
+
+
 def _dtype_problems(recipe: Recipe, trainer: Layout, pieces: Ints, tensor_of: Ints) -> Iterator[str]:
     """Pieces whose operation cannot give the destination's dtype, once per source tensor."""
     names = sorted({tensor.dtype for tensor in (*trainer.tensors, *recipe.engine.tensors)} | {"fp8_e4m3", "fp32"})
     fp8, fp32 = names.index("fp8_e4m3"), names.index("fp32")
-    src_dtype = np.array([names.index(tensor.dtype) for tensor in trainer.tensors])[tensor_of]
+    src_dtype = np.array([names.index(tensor.dtype) for tensor in trainer.tensors], dtype=np.int64)[tensor_of]
     dst_dtype = np.array([names.index(tensor.dtype) for tensor in recipe.engine.tensors])[recipe.dst[pieces]]
     op = recipe.op[pieces]
     wrong = (op == Op.COPY) & (src_dtype != dst_dtype)
@@ -372,3 +536,8 @@ def _dtype_problems(recipe: Recipe, trainer: Layout, pieces: Ints, tensor_of: In
             seen.add(source.name)
             how = Op(int(op[i])).name.lower()
             yield f"dtype: {source.name} is {source.dtype}, {dst.name} is {dst.dtype}, and the piece is a {how}"
+    is_matrix = np.array([len(tensor.shape) == 2 for tensor in trainer.tensors], dtype=bool)[tensor_of]
+    quantized = (op == Op.QUANTIZE) | (op == Op.SCALE)
+    for number in np.unique(tensor_of[quantized & ~is_matrix]):
+        tensor = trainer.tensors[number]
+        yield f"dtype: {tensor.name} is {list(tensor.shape)}, only matrices become FP8"

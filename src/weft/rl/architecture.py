@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from weft.core.configs import CONFIGS
+from weft.core.configs import CONFIGS, DEFAULTS
 from weft.errors import ConfigError
 
 TINY: dict[str, Any] = {
@@ -28,6 +28,9 @@ TINY: dict[str, Any] = {
 }
 GATED = ("llama", "qwen2", "qwen3")
 """Kinds with RMS norms, rotated positions and gated feed-forward layers."""
+
+OPTIONAL = ("head_dim", "num_key_value_heads", "tie_word_embeddings")
+"""Fields a config may leave out: they have the defaults of their kind."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,8 +92,9 @@ def _architecture(name: str, config: Mapping[str, Any]) -> Architecture:
     if kind not in (*GATED, "gpt2"):
         raise ConfigError(f"`{name}` is of the kind `{kind}`", hint=f"one of {', '.join(GATED)}, gpt2")
     _refuse_unsupported(name, config)
+    full = {**{field: DEFAULTS[kind][field] for field in OPTIONAL if field in DEFAULTS[kind]}, **config}
     try:
-        return _gpt2(config) if kind == "gpt2" else _gated(kind, config)
+        return replace(_gpt2(full) if kind == "gpt2" else _gated(kind, full), config=config)
     except (KeyError, TypeError, ValueError) as error:
         raise ConfigError(
             f"`{name}` does not say its {error}", hint="a config.json as Hugging Face writes it"
@@ -103,6 +107,8 @@ def _refuse_unsupported(name: str, config: Mapping[str, Any]) -> None:
     is_scaled = str(rope.get("rope_type", rope.get("type", "default"))) != "default"
     flags = [flag for flag in ("attention_bias", "mlp_bias", "use_sliding_window") if config.get(flag)]
     problems = [*flags, *(["scaled rotary positions"] if is_scaled else [])]
+    if config.get("model_type") == "gpt2" and config.get("tie_word_embeddings") is False:
+        problems.append("untied embeddings")
     if config.get("hidden_act", "silu") != "silu" and config.get("model_type") != "gpt2":
         problems.append(f"activation {config['hidden_act']}")
     if problems:
@@ -123,7 +129,7 @@ def _gated(kind: str, config: Mapping[str, Any]) -> Architecture:
         width=int(config["intermediate_size"]),
         qkv_bias=kind == "qwen2",
         qk_norm=kind == "qwen3",
-        tied=bool(config.get("tie_word_embeddings", False)),
+        tied=bool(config["tie_word_embeddings"]),
         eps=float(config.get("rms_norm_eps", 1e-6)),
         rope_theta=float(config.get("rope_theta") or rope.get("rope_theta") or 10_000.0),
         max_positions=int(config.get("max_position_embeddings", 1 << 15)),

@@ -22,6 +22,7 @@ import secrets
 import threading
 import time
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Self
 
@@ -119,9 +120,13 @@ class Controller:
         quorum: int = 0,
         settings: TransferSettings | None = None,
         cluster: Cluster | None = None,
+        ignore: Sequence[str] = (),
         **security: Any,
     ) -> None:
-        """`policy` and `quorum`: how many engines a version needs. `settings` are shipped to every member."""
+        """`policy` and `quorum`: how many engines a version needs. `settings` are shipped to every member.
+
+        `ignore` are trainer tensors no engine has, by name or pattern (`visual.*`).
+        """
         if num_trainers < 1 or num_engine_ranks < 1 or ranks_per_engine < 1 or num_engine_ranks % ranks_per_engine:
             raise ConfigError(
                 f"{num_trainers} trainers and {num_engine_ranks} engine ranks in engines of {ranks_per_engine}",
@@ -135,6 +140,7 @@ class Controller:
         )
         self._settings = settings or TransferSettings()
         self._cluster = cluster or load_topology("h100-ib400")
+        self._ignore = ignore
         self._name = secrets.token_hex(8)
         self._planned_round = 0
         """The round whose plan members have."""
@@ -458,7 +464,9 @@ class Controller:
         who = self._who
         trainers, engines = who.joins("trainer"), who.joins("engine")
         try:
-            plan = plan_members(trainers, engines, self._cluster, ranks_per_engine=who.ranks_per_engine)
+            plan = plan_members(
+                trainers, engines, self._cluster, ranks_per_engine=who.ranks_per_engine, ignore=self._ignore
+            )
             digest = plan_file.digest(plan)
             opened = who.opened("trainer"), who.opened("engine")
             transports = {link: choice.transport for link, choice in self._links.items()}

@@ -7,13 +7,13 @@ one: [⌈n/128⌉, ⌈k/128⌉] for blocks, [n, 1] or [n] for rows, [1] for the 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from weft.core.layout import Layout, Shard, Tensor
 from weft.core.plan import Plan
 from weft.core.planner import make_plan
-from weft.core.recipe import Op, Piece, Recipe
+from weft.core.recipe import Op, Piece, Recipe, ignored_tensors
 from weft.core.scaling import Scaling, scale_shape
 from weft.core.topology import Cluster
 from weft.errors import LayoutError
@@ -25,24 +25,30 @@ SCALE_ENDINGS = ("_scale_inv", "_scale")
 
 
 def plan_members(
-    trainers: Mapping[int, Join], engines: Mapping[int, Join], cluster: Cluster, *, ranks_per_engine: int
+    trainers: Mapping[int, Join],
+    engines: Mapping[int, Join],
+    cluster: Cluster,
+    *,
+    ranks_per_engine: int,
+    ignore: Sequence[str] = (),
 ) -> Plan:
-    """The plan between the members that joined."""
+    """The plan between the members that joined; `ignore` are trainer tensors no engine has, by name or pattern."""
     matched = _Matched.of(trainers, engines)
     recipe = _recipe(engines, matched, num_replicas=len(engines) // ranks_per_engine)
     trainer = _trainer_layout(trainers, matched.wanted)
-    _check_shapes(matched.shape_problems(engines), recipe, trainer)
+    ignored = ignored_tensors(trainer, ignore)
+    _check_shapes(matched.shape_problems(engines), recipe, trainer, ignored)
     topology = cluster.place(num_trainers=len(trainers), num_engines=len(engines))
-    return make_plan(trainer=trainer, recipe=recipe, topology=topology)
+    return make_plan(trainer=trainer, recipe=recipe, topology=topology, ignore=ignored)
 
 
-def _check_shapes(wrong: Mapping[str, str], recipe: Recipe, trainer: Layout) -> None:
+def _check_shapes(wrong: Mapping[str, str], recipe: Recipe, trainer: Layout, ignored: tuple[str, ...]) -> None:
     """Raise if shapes are wrong, together with everything else that is."""
     if not wrong:
         return
     problems = list(wrong.values())
     try:
-        recipe.check_sources(trainer)
+        recipe.check_sources(trainer, ignore=ignored)
     except LayoutError as error:
         problems += [problem for problem in error.problems if not problem.startswith("shape: ")]
     raise LayoutError(
@@ -199,13 +205,14 @@ def _check_agreement(trainers: Mapping[int, Join]) -> None:
 
 
 def _recipe(engines: Mapping[int, Join], matched: _Matched, *, num_replicas: int) -> Recipe:
+    filled = {rank: [held for held in join.held if 0 not in held.extent] for rank, join in engines.items()}
     tensors = {
-        rank: [Tensor(name=held.name, dtype=held.dtype, shape=held.extent) for held in join.held]
-        for rank, join in engines.items()
+        rank: [Tensor(name=held.name, dtype=held.dtype, shape=held.extent) for held in shards]
+        for rank, shards in filled.items()
     }
-    pieces = {rank: [_piece(held, matched) for held in join.held] for rank, join in engines.items()}
-    recipe = Recipe.from_pieces(tensors, pieces)
-    return replace(recipe, num_replicas=num_replicas, scaling=_scalings(engines, matched))
+    pieces = {rank: [_piece(held, matched) for held in shards] for rank, shards in filled.items()}
+    recipe = Recipe.from_pieces(tensors, pieces, scaling=_scalings(engines, matched))
+    return replace(recipe, num_replicas=num_replicas)
 
 
 def _scalings(engines: Mapping[int, Join], matched: _Matched) -> dict[str, Scaling]:
