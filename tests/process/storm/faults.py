@@ -15,7 +15,7 @@ from tests.process.storm.wires import TO_CONTROLLER, TO_MEMBER
 
 MOMENT_S = 0.12
 """A version takes about half of this."""
-LATE_WRITE_S = 3.0
+LATE_WRITE_S = 2.0
 """For a writer that goes on to write what it was about to."""
 
 
@@ -162,14 +162,15 @@ def stopped_writer(storm: Storm) -> None:
     """A trainer stands still as it writes; others are replaced around it; it goes on at the worst moment."""
     name = f"trainer {storm.rng.randrange(storm.settings.num_trainers)}"
     ghost = stop_while_writing(storm, name, exactly=storm.rng.random() < 0.6)
-    around: list[Callable[[], object]] = [
-        storm.restart_controller,
-        lambda: storm.fleet.wait_lost(name),
-        lambda: storm.fleet.kill(_any_of(storm, storm.fleet.engines)),
-        lambda: storm.fleet.kill(_any_of(storm, [a for a in storm.fleet.trainers if a is not ghost])),
+    if storm.rng.random() < 0.4:
+        storm.fleet.wait_lost(name)
+    around: list[tuple[float, Callable[[], None]]] = [
+        (0.6, storm.restart_controller),
+        (0.3, lambda: storm.fleet.kill(_any_of(storm, storm.fleet.engines))),
+        (0.2, lambda: storm.fleet.kill(_any_of(storm, [a for a in storm.fleet.trainers if a is not ghost]))),
     ]
-    for happen in storm.rng.sample(around, storm.rng.randint(0, 3)):
-        if ghost.is_stopped and storm.fleet.controller.is_alive:
+    for share, happen in storm.rng.sample(around, len(around)):
+        if storm.rng.random() < share:
             happen()
     storm.replace(name)
     for role, actor in list(storm.fleet.actors.items()):

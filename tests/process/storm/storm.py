@@ -14,10 +14,11 @@ from tests.process.storm.verdicts import Verdicts
 
 PLANNED_S = 4.0
 RECOVER_S = 40.0
-CALM = (4, 16)
+CALM = (2, 12)
 """Versions between two faults."""
 FLAT_S = 5.0
 """How soon an engine gives back what lost writers could reach, once they have ended."""
+AGAIN_S = 0.5
 MAX_ENDED = 3
 """Versions a trainer may fail in a recovery before its process is replaced."""
 
@@ -38,11 +39,13 @@ class Storm:
             raise
 
     def run(self, faults: list[Callable[[Storm], None]], *, num_versions: int, on_step: Callable[[], None]) -> None:
-        """Fault after fault, with some calm between them."""
+        """Fault after fault, each of them once before any comes again, with some calm between them."""
+        deck: list[Callable[[Storm], None]] = []
         while self.fleet.version < num_versions:
             for _ in range(self.rng.randint(*CALM)):
                 self.publish()
-            fault = self.rng.choice(faults)
+            deck = deck or self.rng.sample(faults, len(faults))
+            fault = deck.pop()
             self.faults[fault.__name__] += 1
             self.fleet.note("storm", "begins", fault.__name__)
             fault(self)
@@ -149,6 +152,7 @@ class Storm:
                     self.verdicts.leaked(actor, what, self.fleet.now)
                 return
             self.publish()
+            self.fleet.listen(AGAIN_S)
 
     def _grown(self) -> list[tuple[Actor, str]]:
         held = self.fleet.footprints()

@@ -68,6 +68,8 @@ class Verdicts:
                 self.counts["commits"] += 1
             case "not_committed":
                 self._not_committed(event, *event.facts)
+            case "error":
+                self._look_for_eviction(actor, event, event.facts[0])
             case "published":
                 self._published(actor, event, *event.facts)
 
@@ -89,8 +91,11 @@ class Verdicts:
         if seconds > self._settings.end_s:
             self._find("hung", event, f"version {version} took {seconds:.1f} s: {how}")
         self.look_for_lateness(how, event.time_s)
-        if actor is not None and not actor.is_replaced and "another process" in how:
-            self._add_once("evicted", actor.pid, event.time_s, f"{event.who}: {how}")
+        self._look_for_eviction(actor, event, how)
+
+    def _look_for_eviction(self, actor: Actor | None, event: Event, why: str) -> None:
+        if actor is not None and not actor.is_replaced and "another process" in why:
+            self._add_once("evicted", actor.pid, event.time_s, f"{event.who}: {why}")
 
     def _not_committed(self, event: Event, version: int, why: str) -> None:
         self.look_for_lateness(why, event.time_s)
