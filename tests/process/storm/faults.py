@@ -200,7 +200,7 @@ def go_on_when(storm: Storm, ghost: Actor, when: str) -> None:
     """A stopped writer goes on when the fleet is planned anew, or when the next version was verified and handed to
     the engines, or when they serve it; then it has time to write."""
     fleet = storm.fleet
-    fleet.wait_planned(10.0)
+    fleet.wait_planned(5.0)
     if when == "planned":
         _let_write(storm, ghost)
         return

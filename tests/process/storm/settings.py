@@ -47,11 +47,6 @@ class StormSettings:
         """When every publication must have ended: its turn, its version, a lost member, and a busy machine."""
         return self.turn_s + self.version_s + 2 * self.silence_s + 10.0
 
-    @property
-    def is_never_cut_off(self) -> bool:
-        """Whether a stopped writer can reach live weights whatever the engine does."""
-        return self.mode == "in_place" and self.transport in ("cma", "nixl")
-
     def transfer(self) -> dict[str, Any]:
         """As weft's controller takes them."""
         return {

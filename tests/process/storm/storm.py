@@ -61,20 +61,19 @@ class Storm:
     def collect(self, publishing: Publishing) -> bool:
         """Wait for the end of a version and look what came of it; returns whether it was committed."""
         fleet, verdicts = self.fleet, self.verdicts
-        untouched = [actor for actor in fleet.engines if actor.is_faulty_since is None]
         if not fleet.collect(publishing):
             silent = [a.name for a in publishing.asked if a.is_there and a.name not in publishing.outcomes()]
             verdicts.add("hung", fleet.now, f"version {publishing.version} has no end on {', '.join(silent)}")
         committed = any(how == "committed" for how, _ in publishing.outcomes().values())
         if committed:
-            self._look_for_loss(publishing.version, untouched)
+            self._look_for_loss(publishing)
         self._look_for_lateness()
         return committed
 
-    def _look_for_loss(self, version: int, engines: list[Actor]) -> None:
+    def _look_for_loss(self, publishing: Publishing) -> None:
         """Every engine that nothing happened to serves what was committed."""
-        states = self.fleet.states()
-        for actor in engines:
+        states, version = self.fleet.states(), publishing.version
+        for actor in publishing.engines:
             served, reason = states.get(actor.name, (None, "it does not answer"))
             if actor.is_faulty_since is None and not reason and (served is None or served < version):
                 what = f"{actor.name} serves version {served}, but version {version} is committed everywhere"
