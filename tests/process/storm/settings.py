@@ -22,7 +22,7 @@ class StormSettings:
     ranks_per_engine: int = 1
     num_tensors: int = 4
     rows: int = 1024
-    silence_s: float = 1.0
+    silence_s: float = 1.5
     version_s: float = 6.1
     turn_s: float = 7.0
     """How long a publication waits for its turn."""

@@ -33,7 +33,7 @@ class Storm:
         self.fleet = Fleet(settings, on_event=self.verdicts.listen)
         try:
             self.fleet.wait_there(self.fleet.actors.values())
-            assert self.recover(), "the fleet does not start"
+            assert self.recover(), "\n".join(["the fleet does not start", *map(str, self.fleet.journal)])
         except BaseException:
             self.fleet.close()
             raise
