@@ -125,6 +125,18 @@ def test_writers_that_are_lost_leave_nothing_behind_in_engines(start, transport,
     check(storm)
 
 
+@pytest.mark.parametrize("transport", ["shm", "cma", "nixl"])
+def test_a_version_for_an_engine_that_stands_still_ends_in_its_time(start, transport):
+    """The engine is given up and replaced while its old process still exists; then versions are served again."""
+    storm = start(transport, "shadow")
+    ended = faults.write_to_stopped(storm, "engine 0")
+    assert all(how != "committed" for how, _ in ended.outcomes().values())
+    check(storm)
+    following = storm.publish()
+    assert {how for how, _ in following.outcomes().values()} == {"committed"}
+    check(storm)
+
+
 @pytest.mark.parametrize(
     ("transport", "mode", "seed"), [("shm", "shadow", 1), ("cma", "in_place", 2), ("nixl", "patch", 3)]
 )

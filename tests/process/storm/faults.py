@@ -103,6 +103,22 @@ def engine_replaced(storm: Storm) -> None:
     storm.collect(publishing)
 
 
+def engine_stands_still(storm: Storm) -> None:
+    """An engine rank is stopped just before a version is written to it, and replaced."""
+    write_to_stopped(storm, f"engine {storm.rng.randrange(storm.settings.num_engine_ranks)}")
+    storm.publish()
+
+
+def write_to_stopped(storm: Storm, engine: str) -> Publishing:
+    """Returns what became of the version; another process has the engine's role then."""
+    storm.fleet.stop(storm.fleet.actors[engine])
+    publishing = storm.fleet.publish()
+    storm.collect(publishing)
+    storm.replace(engine)
+    storm.fleet.wait_planned(5.0)
+    return publishing
+
+
 def network_stalls(storm: Storm) -> None:
     """What one or two members say, or hear, arrives late."""
     names = storm.rng.sample(list(storm.fleet.wires), storm.rng.randint(1, 2))
@@ -239,6 +255,7 @@ ALL = [
     controller_restarted,
     stopped,
     engine_replaced,
+    engine_stands_still,
     network_stalls,
     late_go,
     half_refused,

@@ -20,7 +20,7 @@ from tests.process.storm.fleet import Actor, Event, Footprint
 from tests.process.storm.settings import StormSettings
 
 KINDS = ("torn", "backwards", "lost", "hung", "slow", "evicted", "leaked", "crashed")
-MORE_FDS = 12
+MORE_FDS = 20
 """What a process may hold more than before: connections come and go."""
 MORE_THREADS = 3
 
