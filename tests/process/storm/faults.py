@@ -15,7 +15,7 @@ from tests.process.storm.wires import TO_CONTROLLER, TO_MEMBER
 
 MOMENT_S = 0.12
 """A version takes about half of this."""
-LATE_WRITE_S = 3.0
+LATE_WRITE_S = 2.0
 """For a writer that goes on to write what it was about to."""
 
 
@@ -103,6 +103,22 @@ def engine_replaced(storm: Storm) -> None:
     storm.collect(publishing)
 
 
+def engine_stands_still(storm: Storm) -> None:
+    """An engine rank is stopped just before a version is written to it, and replaced."""
+    write_to_stopped(storm, f"engine {storm.rng.randrange(storm.settings.num_engine_ranks)}")
+    storm.publish()
+
+
+def write_to_stopped(storm: Storm, engine: str) -> Publishing:
+    """Returns what became of the version; another process has the engine's role then."""
+    storm.fleet.stop(storm.fleet.actors[engine])
+    publishing = storm.fleet.publish()
+    storm.collect(publishing)
+    storm.replace(engine)
+    storm.fleet.wait_planned(5.0)
+    return publishing
+
+
 def network_stalls(storm: Storm) -> None:
     """What one or two members say, or hear, arrives late."""
     names = storm.rng.sample(list(storm.fleet.wires), storm.rng.randint(1, 2))
@@ -162,14 +178,15 @@ def stopped_writer(storm: Storm) -> None:
     """A trainer stands still as it writes; others are replaced around it; it goes on at the worst moment."""
     name = f"trainer {storm.rng.randrange(storm.settings.num_trainers)}"
     ghost = stop_while_writing(storm, name, exactly=storm.rng.random() < 0.6)
-    around: list[Callable[[], object]] = [
-        storm.restart_controller,
-        lambda: storm.fleet.wait_lost(name),
-        lambda: storm.fleet.kill(_any_of(storm, storm.fleet.engines)),
-        lambda: storm.fleet.kill(_any_of(storm, [a for a in storm.fleet.trainers if a is not ghost])),
+    if storm.rng.random() < 0.4:
+        storm.fleet.wait_lost(name)
+    around: list[tuple[float, Callable[[], None]]] = [
+        (0.6, storm.restart_controller),
+        (0.3, lambda: storm.fleet.kill(_any_of(storm, storm.fleet.engines))),
+        (0.2, lambda: storm.fleet.kill(_any_of(storm, [a for a in storm.fleet.trainers if a is not ghost]))),
     ]
-    for happen in storm.rng.sample(around, storm.rng.randint(0, 3)):
-        if ghost.is_stopped and storm.fleet.controller.is_alive:
+    for share, happen in storm.rng.sample(around, len(around)):
+        if storm.rng.random() < share:
             happen()
     storm.replace(name)
     for role, actor in list(storm.fleet.actors.items()):
@@ -199,7 +216,7 @@ def go_on_when(storm: Storm, ghost: Actor, when: str) -> None:
     """A stopped writer goes on when the fleet is planned anew, or when the next version was verified and handed to
     the engines, or when they serve it; then it has time to write."""
     fleet = storm.fleet
-    fleet.wait_planned(10.0)
+    fleet.wait_planned(5.0)
     if when == "planned":
         _let_write(storm, ghost)
         return
@@ -238,6 +255,7 @@ ALL = [
     controller_restarted,
     stopped,
     engine_replaced,
+    engine_stands_still,
     network_stalls,
     late_go,
     half_refused,

@@ -106,8 +106,9 @@ class Publishing:
     """A version that trainers were asked to publish."""
 
     version: int
-    began: float
     asked: list[Actor]
+    engines: list[Actor]
+    """Engine ranks that nothing had happened to when it began."""
 
     def outcomes(self) -> dict[str, tuple[str, float]]:
         """Trainer → how it ended there, and after how many seconds."""
@@ -295,7 +296,7 @@ class Fleet:
         self.note("everybody" if only is None else ", ".join(a.name for a in asked), "publishes", version)
         for actor in asked:
             actor.ask("publish", version, (actions or {}).get(actor.name.rstrip("′"), ""))
-        return Publishing(version, self.now, asked)
+        return Publishing(version, asked, [actor for actor in self.engines if actor.is_faulty_since is None])
 
     def collect(self, publishing: Publishing) -> bool:
         """Wait for the end of a version; False if it has not ended in its time."""

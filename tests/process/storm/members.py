@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import random
 import threading
@@ -52,9 +53,25 @@ class Pipe:
             return ("close",)
 
 
+class Log(logging.Handler):
+    """What weft logs is part of the story; a defect of its own is told as such."""
+
+    def __init__(self, pipe: Pipe) -> None:
+        super().__init__(logging.WARNING)
+        self._pipe = pipe
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.exc_info and record.exc_info[1] is not None:
+            self._pipe.tell("crashed", "".join(traceback.format_exception(record.exc_info[1])))
+        else:
+            self._pipe.tell("log", record.getMessage())
+
+
 def run(end: Any, body: Callable[..., None], *args: Any) -> None:
-    """The body of a process; what it raises is told."""
+    """The body of a process; what it raises, in any thread, is told."""
     pipe = Pipe(end)
+    logging.getLogger("weft").addHandler(Log(pipe))
+    threading.excepthook = lambda raised: pipe.tell("crashed", "".join(traceback.format_exception(raised.exc_value)))
     try:
         body(pipe, *args)
     except Exception:

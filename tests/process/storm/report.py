@@ -14,6 +14,7 @@ from tests.process.storm.storm import Storm
 from tests.process.storm.verdicts import KINDS, Finding
 
 AFTER_S = 0.5
+MAX_LINES = 200
 MAX_TOLD = 4
 """Findings of one seed whose story is told; the others follow from them, as a rule."""
 
@@ -57,13 +58,14 @@ class Outcome:
 
 
 def story(journal: list[Event], findings: list[Finding]) -> str:
-    """For each of the first findings: everything from the beginning of its fault until a little after it."""
-    lines: list[str] = []
+    """What was found, and for the first ones everything from the beginning of the fault until a little after it."""
+    lines = [f"{finding.kind} at {finding.time_s:.3f} s: {finding.what}" for finding in findings]
+    told = 0.0
     for finding in findings[:MAX_TOLD]:
         begins = [event.time_s for event in journal if event.what == "begins" and event.time_s <= finding.time_s]
-        first = begins[-1] if begins else 0.0
-        lines += ["", f"{finding.kind}: {finding.what}"]
-        lines += [str(event) for event in journal if first <= event.time_s <= finding.time_s + AFTER_S]
+        first, last = max([told, *begins[-1:]]), finding.time_s + AFTER_S
+        lines += [str(event) for event in journal if first <= event.time_s <= last][-MAX_LINES:]
+        told = max(told, last)
     return "\n".join(lines)
 
 

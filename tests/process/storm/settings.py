@@ -22,7 +22,7 @@ class StormSettings:
     ranks_per_engine: int = 1
     num_tensors: int = 4
     rows: int = 1024
-    silence_s: float = 1.0
+    silence_s: float = 1.5
     version_s: float = 6.1
     turn_s: float = 7.0
     """How long a publication waits for its turn."""
@@ -46,11 +46,6 @@ class StormSettings:
     def end_s(self) -> float:
         """When every publication must have ended: its turn, its version, a lost member, and a busy machine."""
         return self.turn_s + self.version_s + 2 * self.silence_s + 10.0
-
-    @property
-    def is_never_cut_off(self) -> bool:
-        """Whether a stopped writer can reach live weights whatever the engine does."""
-        return self.mode == "in_place" and self.transport in ("cma", "nixl")
 
     def transfer(self) -> dict[str, Any]:
         """As weft's controller takes them."""

@@ -14,10 +14,11 @@ from tests.process.storm.verdicts import Verdicts
 
 PLANNED_S = 4.0
 RECOVER_S = 40.0
-CALM = (4, 16)
+CALM = (2, 12)
 """Versions between two faults."""
 FLAT_S = 5.0
 """How soon an engine gives back what lost writers could reach, once they have ended."""
+AGAIN_S = 0.5
 MAX_ENDED = 3
 """Versions a trainer may fail in a recovery before its process is replaced."""
 
@@ -32,17 +33,19 @@ class Storm:
         self.fleet = Fleet(settings, on_event=self.verdicts.listen)
         try:
             self.fleet.wait_there(self.fleet.actors.values())
-            assert self.recover(), "the fleet does not start"
+            assert self.recover(), "\n".join(["the fleet does not start", *map(str, self.fleet.journal)])
         except BaseException:
             self.fleet.close()
             raise
 
     def run(self, faults: list[Callable[[Storm], None]], *, num_versions: int, on_step: Callable[[], None]) -> None:
-        """Fault after fault, with some calm between them."""
+        """Fault after fault, each of them once before any comes again, with some calm between them."""
+        deck: list[Callable[[Storm], None]] = []
         while self.fleet.version < num_versions:
             for _ in range(self.rng.randint(*CALM)):
                 self.publish()
-            fault = self.rng.choice(faults)
+            deck = deck or self.rng.sample(faults, len(faults))
+            fault = deck.pop()
             self.faults[fault.__name__] += 1
             self.fleet.note("storm", "begins", fault.__name__)
             fault(self)
@@ -58,20 +61,19 @@ class Storm:
     def collect(self, publishing: Publishing) -> bool:
         """Wait for the end of a version and look what came of it; returns whether it was committed."""
         fleet, verdicts = self.fleet, self.verdicts
-        untouched = [actor for actor in fleet.engines if actor.is_faulty_since is None]
         if not fleet.collect(publishing):
             silent = [a.name for a in publishing.asked if a.is_there and a.name not in publishing.outcomes()]
             verdicts.add("hung", fleet.now, f"version {publishing.version} has no end on {', '.join(silent)}")
         committed = any(how == "committed" for how, _ in publishing.outcomes().values())
         if committed:
-            self._look_for_loss(publishing.version, untouched)
+            self._look_for_loss(publishing)
         self._look_for_lateness()
         return committed
 
-    def _look_for_loss(self, version: int, engines: list[Actor]) -> None:
+    def _look_for_loss(self, publishing: Publishing) -> None:
         """Every engine that nothing happened to serves what was committed."""
-        states = self.fleet.states()
-        for actor in engines:
+        states, version = self.fleet.states(), publishing.version
+        for actor in publishing.engines:
             served, reason = states.get(actor.name, (None, "it does not answer"))
             if actor.is_faulty_since is None and not reason and (served is None or served < version):
                 what = f"{actor.name} serves version {served}, but version {version} is committed everywhere"
@@ -149,6 +151,7 @@ class Storm:
                     self.verdicts.leaked(actor, what, self.fleet.now)
                 return
             self.publish()
+            self.fleet.listen(AGAIN_S)
 
     def _grown(self) -> list[tuple[Actor, str]]:
         held = self.fleet.footprints()

@@ -5,7 +5,6 @@ backwards   an engine serves an older version than before
 lost        a version is committed everywhere, and an engine that nothing happened to does not serve it
 hung        a publication, or the fleet, has not come to an end in its time
 slow        a version was ended by `version_s` alone: its reason was there long before
-ghost       an engine holds its weights for torn, but nothing was ever written for that version
 evicted     the newest process of a rank was refused in favour of an older one
 leaked      an engine holds more memory, descriptors or threads than before, and every lost writer has ended
 crashed     a process raised something that is not an error of weft
@@ -20,8 +19,8 @@ from dataclasses import dataclass
 from tests.process.storm.fleet import Actor, Event, Footprint
 from tests.process.storm.settings import StormSettings
 
-KINDS = ("torn", "backwards", "lost", "hung", "slow", "ghost", "evicted", "leaked", "crashed")
-MORE_FDS = 12
+KINDS = ("torn", "backwards", "lost", "hung", "slow", "evicted", "leaked", "crashed")
+MORE_FDS = 20
 """What a process may hold more than before: connections come and go."""
 MORE_THREADS = 3
 
@@ -44,7 +43,6 @@ class Verdicts:
         self.counts: Counter[str] = Counter()
         self.committed: set[int] = set()
         self.ended: set[int] = set()
-        self._written: set[int] = set()
         self._seen: set[tuple[str, object]] = set()
         self._first: dict[int, Footprint] = {}
         """Process → what it held when it was first looked at."""
@@ -55,8 +53,6 @@ class Verdicts:
         match event.what:
             case "checked":
                 self.counts["checks"] += 1
-            case "writing":
-                self._written.add(event.facts[0])
             case "torn":
                 version, num_wrong, where, when = event.facts
                 self._find("torn", event, f"{num_wrong} wrong elements of version {version} from {where}, {when}")
@@ -67,7 +63,9 @@ class Verdicts:
             case "committed":
                 self.counts["commits"] += 1
             case "not_committed":
-                self._not_committed(event, *event.facts)
+                self.look_for_lateness(event.facts[1], event.time_s)
+            case "error":
+                self._look_for_eviction(actor, event, event.facts[0])
             case "published":
                 self._published(actor, event, *event.facts)
 
@@ -91,13 +89,11 @@ class Verdicts:
         if actor is not None and actor.is_replaced:
             return  # it was stopped meanwhile: its clock says nothing
         self.look_for_lateness(how, event.time_s)
-        if actor is not None and "another process" in how:
-            self._add_once("evicted", actor.pid, event.time_s, f"{event.who}: {how}")
+        self._look_for_eviction(actor, event, how)
 
-    def _not_committed(self, event: Event, version: int, why: str) -> None:
-        self.look_for_lateness(why, event.time_s)
-        if "IntegrityError" in why and version not in self._written:
-            self._add_once("ghost", version, event.time_s, f"{event.who}: nothing of version {version} written: {why}")
+    def _look_for_eviction(self, actor: Actor | None, event: Event, why: str) -> None:
+        if actor is not None and not actor.is_replaced and "another process" in why:
+            self._add_once("evicted", actor.pid, event.time_s, f"{event.who}: {why}")
 
     def look_for_lateness(self, why: str, time_s: float) -> None:
         """Whether a version was ended by its deadline; `version_s` is no round number, so that it is recognised."""
@@ -129,7 +125,3 @@ class Verdicts:
     def leaked(self, actor: Actor, what: str, time_s: float) -> None:
         """A process holds too much."""
         self._add_once("leaked", actor.pid, time_s, f"{actor.name}: {what}")
-
-    def of(self, kind: str) -> list[Finding]:
-        """Findings of one kind."""
-        return [finding for finding in self.findings if finding.kind == kind]

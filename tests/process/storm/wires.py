@@ -53,10 +53,15 @@ class Wire:
             except OSError:  # there is none now; the member tries again
                 _cut(member)
                 continue
+            self._join(member, controller)
+
+    def _join(self, member: socket.socket, controller: socket.socket) -> None:
+        with contextlib.suppress(OSError):  # cut meanwhile
             controller.settimeout(None)
+            for end in (member, controller):
+                end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                self._open.add(end)
             for src, dst, way in ((member, controller, TO_CONTROLLER), (controller, member, TO_MEMBER)):
-                src.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                self._open.add(src)
                 threading.Thread(target=self._carry, args=(src, dst, self._flows[way]), daemon=True).start()
 
     def _carry(self, src: socket.socket, dst: socket.socket, flows: threading.Event) -> None:
