@@ -36,6 +36,8 @@ def check_join(join: Join) -> None:
     if join.side == "trainer":
         wrong += [f"{name} {v}" for name, v in versions.items() if v is not None and name != "last"]
         wrong += ["offered memory"] if join.offered else []
+    elif join.abandoned:
+        wrong.append("abandoned engines")
     if not (math.isfinite(join.age_s) and join.age_s >= 0) or not 0 <= join.incarnation < MAX_ADDRESS:
         wrong.append(f"an age of {join.age_s} s, incarnation {join.incarnation}")
     if wrong:

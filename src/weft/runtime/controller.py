@@ -151,6 +151,8 @@ class Controller:
         self._must_plan = False
         self._settled: set[int] = set()
         """Incarnations of trainers that are gone and were not writing."""
+        self._abandoned: set[int] = set()
+        """Engine ranks that something a trainer gave up may still be on its way to."""
         self._is_rebuilt = False
         self._transfer: Transfer | None = None
         self._wants: dict[int, int] = {}
@@ -381,6 +383,7 @@ class Controller:
             self._replace(member, connection)
         self._who.add(connection, join, incarnation)
         self._settled.discard(incarnation)
+        self._abandoned.update(join.abandoned)
         if join.pending is not None:
             self._uncommitted[join.rank] = join.pending
         if join.side == "engine":
@@ -427,6 +430,7 @@ class Controller:
                     transports=transports,
                     writers=self._writers_of(known),
                     settled=sorted(self._settled),
+                    abandoned=known.join.rank in self._abandoned,
                 )
             self._send(member, message)
 
@@ -486,6 +490,7 @@ class Controller:
             self._send(f"trainer {rank}", parts.send_plan(rank))
         self._planned_round = who.round
         self._settled.clear()  # engines have heard of them
+        self._abandoned.clear()
         self._planned.set()
         log.info("plan %s: %d bytes per version", self._plan_digest[:16], plan.total_bytes)
         for link, count in self.statistics().links.items():
@@ -715,6 +720,7 @@ class Controller:
             return
         transfer.writers.discard(join.rank)
         transfer.has_bytes |= message.has_written
+        self._abandoned.update(message.abandoned)
         if not transfer.is_decided:
             log.warning("%s stopped writing version %d: %s", member, version, message.reason)
             self._apply(self._fail(join, message.reason))

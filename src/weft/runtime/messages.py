@@ -85,6 +85,8 @@ class Join(_Message, frozen=True):
     """Engines: the version a patch could be applied to."""
     offered: list[Offered] = []
     """Engines: the newest trainers they know of."""
+    abandoned: list[int] = []
+    """Trainers: engine ranks that something may still be on its way to, since the last plan."""
 
 
 class Offer(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -163,6 +165,8 @@ class Stopped(_Message, frozen=True):
     reason: str
     has_written: bool
     """Whether any byte of it may have been written."""
+    abandoned: list[int] = []
+    """Engine ranks that did not take it: what was on its way to them may still land, until they close."""
 
 
 class At(_Message, frozen=True):
@@ -243,6 +247,8 @@ class Open(_Message, frozen=True):
     """Engines: the trainers of this round. None of them is writing."""
     settled: list[int] = []
     """Engines: incarnations that are gone, and were not writing."""
+    abandoned: bool = False
+    """Engines: whether something may still be on its way to them; closing their side ends that."""
 
 
 class Cut(_Message, frozen=True):

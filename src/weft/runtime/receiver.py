@@ -432,7 +432,7 @@ class Receiver:
         if message is None:
             return
         unsettled = self._exposure.unsettled(message.writers, message.settled)
-        if unsettled and not self._keep_out(unsettled):
+        if (unsettled or message.abandoned) and not self._keep_out(unsettled):
             return
         try:
             self._open(message)

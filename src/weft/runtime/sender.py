@@ -188,6 +188,9 @@ class Sender:
         self._lock = threading.Lock()
         self._error: WeftError | None = None
         self._sending: Sending | None = None
+        self._plan: SendPlan | None = None
+        self._abandoned: set[int] = set()
+        """Engine ranks that something may still be on its way to, since this plan."""
         self.run_stages: RunStages = run
         """How stages are run: overlapping, unless somebody measures what that is worth."""
         self._publications: dict[int, Publication] = {}
@@ -252,12 +255,40 @@ class Sender:
         version = publication.version
         self._control.post(Failed(version=version, reason=str(error)))
         publication._settle(error)
-        if publication._job is not None and not self._drain(publication._job):
+        job = publication._job
+        if job is not None and not self._drain(job):
             self.failed(TransferTimeout(f"{self.member} cannot stop writing version {version}"))
             self._control.close()  # the controller must treat this writer as lost
-        elif publication._go is not None:
-            has_written = publication._job is not None and bool(publication._job.tickets)
-            self._control.post(Stopped(version=version, reason=str(error), has_written=has_written))
+            return
+        abandoned = self._reconnect()
+        if publication._go is not None:
+            has_written = job is not None and bool(job.tickets)
+            self._control.post(
+                Stopped(version=version, reason=str(error), has_written=has_written, abandoned=sorted(abandoned))
+            )
+
+    def _reconnect(self) -> set[int]:
+        """Make transports anew that had to be torn down to stop writing; returns the engine ranks that are concerned.
+
+        Nobody plans meanwhile: the controller has not heard yet that this trainer stopped.
+        """
+        cut = self._transports.close_cut()
+        if not cut or self._sending is None or self._plan is None:
+            return set()
+        abandoned = {link.engine for link in self._sending.links if link.peer in cut.get(link.transport, ())}
+        self._abandoned |= abandoned
+        self._transports.open(cut, self._control.settings)
+        self._transports.offers(self._weights.ranges)
+        self._follow(self._plan)
+        return abandoned
+
+    def _follow(self, plan: SendPlan) -> None:
+        """Get ready to send as planned."""
+        self._forget_plan()
+        self._plan = plan
+        self._sending = Sending(
+            plan, self._transports, self._control.settings, device=self._weights.device, mirror=self._mirror
+        )
 
     def _write(self, publication: Publication, go: Go) -> None:
         """Write everything, and report it."""
@@ -268,7 +299,7 @@ class Sender:
         self._work.synchronize()  # what the trainer queued before it published must be in memory
         assert self._sending is not None
         sent = send_version(self._sending, job, self._control.post, self.run_stages)
-        if not all(ticket.done for ticket in job.tickets):
+        if self._transports.has_cut or not all(ticket.done for ticket in job.tickets):
             late = "; ".join(s.loss for s in sent.values() if s.loss)
             raise TransferTimeout(f"{self.member} could not write all of version {go.version} in time: {late}")
         written = self._report(go.version, sent)
@@ -316,6 +347,7 @@ class Sender:
             age_s=self._control.age_s,
             incarnation=self._control.incarnation,
             last=self._last_begun,
+            abandoned=sorted(self._abandoned),
         )
 
     def joined(self) -> None:
@@ -327,14 +359,8 @@ class Sender:
             case Open(round=number, transports=names):
                 self._open(number, names)
             case SendPlan():
-                self._forget_plan()
-                self._sending = Sending(
-                    message,
-                    self._transports,
-                    self._control.settings,
-                    device=self._weights.device,
-                    mirror=self._mirror,
-                )
+                self._abandoned.clear()  # engines have closed what was on its way to them
+                self._follow(message)
             case Agreed(version=version, group=group, values=values):
                 publication = self._publications.get(version)
                 if publication is not None and publication._job is not None:

@@ -82,6 +82,19 @@ class OpenTransports:
         for transport in self._open.values():
             transport.forget_arrivals()
 
+    @property
+    def has_cut(self) -> bool:
+        """Whether a transport was torn down because a peer did not take what was written."""
+        return any(transport.cut_peers for transport in self._open.values())
+
+    def close_cut(self) -> dict[str, frozenset[str]]:
+        """Close and forget transports that were torn down; returns those, with the peers that made it necessary."""
+        cut = {name: transport.cut_peers for name, transport in self._open.items() if transport.cut_peers}
+        for name in cut:
+            self._open.pop(name).close()
+        self._descriptors = {key: known for key, known in self._descriptors.items() if key[0] not in cut}
+        return cut
+
     def __getitem__(self, name: str) -> Transport[Any]:
         return self._open[name]
 

@@ -234,6 +234,9 @@ class Transport(abc.ABC, Generic[AnyPeer]):
         self._peers: dict[str, AnyPeer] = {}
         self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"weft-{self.capabilities.name}")
         self._closed = False
+        self.cut_peers: frozenset[str] = frozenset()
+        """Peers that did not take what was written until this side was torn down. It has to be closed then, and what
+        was under way to them may still land there."""
 
     @property
     @abc.abstractmethod

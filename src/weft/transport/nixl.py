@@ -13,6 +13,7 @@ import logging
 import threading
 import time
 import uuid
+import weakref
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -44,8 +45,9 @@ PIECE_BYTES = {"cpu": 4 << 20, "cuda": 2 << 30}
 """Largest descriptor: a CPU copies pieces in parallel; a GPU is fastest with few, large ones."""
 PROGRESS_PAUSE_US = 1000
 WRITE_DEADLINE_S = 200.0
-"""Longer than anybody waits for a ticket: while NIXL may still write, the ticket is not done, and whoever gave it up
-must not let others use the memory."""
+CUT_S = 2.0
+"""A write that was given up is usually done by then. A peer that stands still never takes it, and NIXL goes on reading
+the source after the request and the peer were released: only the end of the agent ends that (`docs/LOG.md`)."""
 _MODULES = ("nixl_cu13", "nixl_cu12")
 
 
@@ -70,9 +72,18 @@ class _Peer:
         self.agent.remove_remote_agent(self.name)
 
 
+@dataclass(eq=False)
+class _Transfer:
+    """NIXL's handle of a batch, which keeps the agent alive; None once that was torn down."""
+
+    peer: str
+    handle: Any
+    is_posted: bool = False
+
+
 @dataclass(frozen=True, kw_only=True)
 class _NixlBatch(Batch):
-    transfer: Any
+    transfer: _Transfer
     work: DeviceWork
     """Digests what is read."""
 
@@ -109,6 +120,7 @@ class NixlTransport(Transport[_Peer]):
         """Pinned host memory writes may come from, where this transport is for a GPU's."""
         self._arrived: dict[tuple[int, int], int] = {}
         self._lock = threading.Lock()
+        self._transfers: weakref.WeakSet[_Transfer] = weakref.WeakSet()
 
     @property
     def endpoint(self) -> Endpoint:
@@ -158,7 +170,7 @@ class NixlTransport(Transport[_Peer]):
         super().deregister(handle)
         if not self._registered.has(handle.address, handle.num_bytes):
             self._host_sources.discard((handle.address, handle.num_bytes))
-            registered = self._lists.pop((handle.address, handle.num_bytes))
+            registered = self._lists.pop((handle.address, handle.num_bytes), None)  # none where this was torn down
             if registered is not None:
                 self._agent.deregister_memory(registered)
 
@@ -185,9 +197,10 @@ class NixlTransport(Transport[_Peer]):
             table = self._table(rows.dst, rows.length, self._device_number)
             remote = self._agent.prep_xfer_dlist(peer.name, table, self._kind)
             order = np.arange(rows.num_rows, dtype=np.int32)
-            transfer = self._agent.make_prepped_xfer("WRITE", local, order, remote, order)
+            transfer = _Transfer(batch.peer, self._agent.make_prepped_xfer("WRITE", local, order, remote, order))
         except Exception as error:
             raise self._failure(error, batch.peer) from error
+        self._transfers.add(transfer)
         return _NixlBatch(
             peer=batch.peer,
             src=rows.src,
@@ -213,52 +226,78 @@ class NixlTransport(Transport[_Peer]):
         self._check_tag(tag)
         cancelled = threading.Event()
         begun: list[Future[None]] = [self._writer.submit(self._begin, batch, tag, cancelled) for batch in batches]
-        ended = [self._writer.submit(self._end, batch, past) for batch, past in zip(batches, begun, strict=True)]
+        ended = [
+            self._writer.submit(self._end, batch, cancelled, past) for batch, past in zip(batches, begun, strict=True)
+        ]
         return [Ticket(future, batch, tag, cancelled) for future, batch in zip(ended, batches, strict=True)]
 
     def _write(self, batch: Batch, tag: int, cancelled: threading.Event) -> Written:
         self._begin(batch, tag, cancelled)
-        return self._end(batch)
+        return self._end(batch, cancelled)
 
     def _begin(self, batch: Batch, tag: int, cancelled: threading.Event) -> None:
         """Post. A write that was posted cannot be stopped."""
         assert isinstance(batch, _NixlBatch)
+        self._check_whole(batch)
         self._known(batch.peer)
         if cancelled.is_set():
             raise TransportError(f"writing to {batch.peer} was stopped before it began")
         note = msgspec.msgpack.encode(_Arrival(self._writer_number, tag, batch.num_bytes))
         try:
-            self._agent.transfer(batch.transfer, note)
+            self._agent.transfer(batch.transfer.handle, note)
+            batch.transfer.is_posted = True
         except Exception as error:
             raise self._failure(error, batch.peer) from error
 
-    def _end(self, batch: Batch, begun: Future[None] | None = None) -> Written:
+    def _end(self, batch: Batch, cancelled: threading.Event, begun: Future[None] | None = None) -> Written:
         """Digest while the bytes travel, then wait for them."""
         assert isinstance(batch, _NixlBatch)
         if begun is not None:
             begun.result()
-        deadline = time.monotonic() + WRITE_DEADLINE_S
+        self._check_whole(batch)
         digest = 0
         try:
-            state = self._agent.check_xfer_state(batch.transfer)
+            state = self._agent.check_xfer_state(batch.transfer.handle)
             if batch.position is not None:
                 digest = batch.work.digest(batch.src, batch.position, batch.length)
-            while state == "PROC":
-                if time.monotonic() > deadline:
-                    raise TransferTimeout(f"{batch.peer} did not take {batch.num_bytes} bytes in {WRITE_DEADLINE_S} s")
-                time.sleep(2e-5)
-                state = self._agent.check_xfer_state(batch.transfer)
+            if state == "PROC":
+                state = self._wait_for(batch, cancelled)
         except TransportError:
             raise
         except Exception as error:
             raise self._failure(error, batch.peer) from error
+        batch.transfer.is_posted = False
         if state != "DONE":
             raise TransportError(f"NIXL reports {state} for a write to {batch.peer}")
         return Written(num_bytes=batch.num_bytes, digest=digest)
 
+    def _wait_for(self, batch: _NixlBatch, cancelled: threading.Event) -> str:
+        """How a write ends. One that was given up and does not end is ended by tearing this side down."""
+        began, given_up = time.monotonic(), None
+        while (state := self._agent.check_xfer_state(batch.transfer.handle)) == "PROC":
+            now = time.monotonic()
+            given_up = given_up or (now if cancelled.is_set() else None)
+            if now > began + WRITE_DEADLINE_S or (given_up is not None and now > given_up + CUT_S):
+                self._tear_down()
+                raise PeerLost(f"{batch.peer} did not take {batch.num_bytes} bytes in {now - began:.1f} s")
+            time.sleep(2e-5)
+        return str(state)
+
+    def _tear_down(self) -> None:
+        """End the agent, and so everything that is under way; the transport is of no use afterwards."""
+        for transfer in list(self._transfers):
+            if transfer.is_posted and self._agent.check_xfer_state(transfer.handle) == "PROC":
+                self.cut_peers |= {transfer.peer}
+            transfer.handle = None
+        self._peers, self._lists, self._agent = {}, {}, None
+
+    def _check_whole(self, batch: _NixlBatch) -> None:
+        if batch.transfer.handle is None:
+            raise PeerLost(f"{batch.peer} is not connected: {', '.join(sorted(self.cut_peers))} had to be cut off")
+
     def write_bare(self, batches: Sequence[Batch]) -> None:
         """Post batches and wait, with nothing of weft around: what benchmarks compare with."""
-        transfers = [batch.transfer for batch in batches if isinstance(batch, _NixlBatch)]
+        transfers = [batch.transfer.handle for batch in batches if isinstance(batch, _NixlBatch)]
         deadline = time.monotonic() + WRITE_DEADLINE_S
         waiting = [transfer for transfer in transfers if self._agent.transfer(transfer) == "PROC"]
         while waiting:
@@ -304,8 +343,9 @@ class NixlTransport(Transport[_Peer]):
         for registered in self._lists.values():
             if registered is not None:
                 self._agent.deregister_memory(registered)
-        self._lists = {}
-        self._agent = None
+        for transfer in list(self._transfers):
+            transfer.handle = None
+        self._lists, self._agent = {}, None
 
 
 def _is_pinned(address: int, num_bytes: int) -> bool:
