@@ -221,13 +221,13 @@ class Server:
 
     def _is_readable(self, deadline: float) -> bool:
         """Wait for a frame; full connections are tried again meanwhile."""
-        while True:
+        while self._blocked:
             self._flush()
-            until = min(deadline, time.monotonic() + FLUSH_S) if self._blocked else deadline
-            if _ready(self._sources, until, self._spin_until):
+            if _ready(self._sources, min(deadline, time.monotonic() + FLUSH_S), self._spin_until):
                 return True
             if time.monotonic() >= deadline:
                 return False
+        return bool(_ready(self._sources, deadline, self._spin_until))
 
     def _forget_unfinished(self) -> None:
         """Give back the memory of messages whose rest does not come."""
@@ -255,15 +255,16 @@ class Server:
 
     def _read(self) -> tuple[str, bytes | None, str]:
         """Sender, the frame (None if there is not exactly one, or the sender has no name), and the sender's key."""
-        name = self._socket.recv()
-        part: Any = self._socket.recv(copy=False)
-        data: bytes | None = part.bytes
-        while self._socket.getsockopt(zmq.RCVMORE):
-            self._socket.recv()
-            data = None
+        if self._allowed is None:
+            name, *parts = self._socket.recv_multipart()
+            key = ""
+        else:  # only a message that is not copied knows its key
+            frames: list[Any] = self._socket.recv_multipart(copy=False)
+            name, key = frames[0].bytes, frames[-1]["User-Id"]
+            parts = [frame.bytes for frame in frames[1:]]
         if not 0 < len(name) <= MAX_SENDER_BYTES or not name.isascii():
             return "", None, ""
-        return name.decode("ascii"), data, part["User-Id"] if self._allowed is not None else ""
+        return name.decode("ascii"), parts[0] if len(parts) == 1 else None, key
 
     def _message(self, sender: str, peer: _Peer, frame: Frame | None) -> Received | None:
         peer.heard_at = time.monotonic()
@@ -353,27 +354,37 @@ class Server:
         data = _encoded(self._encoder, message, receiver, self._max_message_bytes)
         frames = cut(data, protocol=self._protocol, greeting=peer.greeting, first=peer.next_number)
         peer.next_number += len(frames)
-        if not peer.backlog:
-            peer.moved_at = time.monotonic()
-        peer.backlog.extend(frames)
-        peer.backlog_bytes += sum(map(len, frames))
-        if receiver not in self._blocked and not self._push(receiver, peer):
-            self._statistics.num_unreachable += 1
-            return False
+        for frame in frames:
+            posted = None if peer.backlog else self._post(receiver, frame)
+            if posted is False:  # if it ever comes back, it finds out by the missing numbers
+                self._statistics.num_unreachable += 1
+                return False
+            if posted is None:
+                self._keep(receiver, peer, frame)
         self._statistics.num_sent += 1
         return True
 
-    def _push(self, connection: str, peer: _Peer) -> bool:
-        """Hand a backlog to ZeroMQ as far as it fits; False if the peer is gone."""
-        posted: bool | None = True
-        while peer.backlog and (posted := self._post(connection, peer.backlog[0])):
+    def _keep(self, connection: str, peer: _Peer, frame: bytes) -> None:
+        """Send a frame later."""
+        if not peer.backlog:
+            self._blocked.add(connection)
+            peer.moved_at = time.monotonic()
+        peer.backlog.append(frame)
+        peer.backlog_bytes += len(frame)
+
+    def _push(self, connection: str, peer: _Peer) -> None:
+        """Hand a backlog to ZeroMQ as far as it fits; that of a peer that is gone is dropped."""
+        while peer.backlog:
+            posted = self._post(connection, peer.backlog[0])
+            if posted is None:
+                return
+            if posted is False:
+                break
             peer.moved_at = time.monotonic()
             peer.backlog_bytes -= len(peer.backlog.popleft())
-        if posted is False:  # if it ever comes back, it finds out by the missing numbers
-            peer.backlog.clear()
-            peer.backlog_bytes = 0
-        (self._blocked.add if peer.backlog else self._blocked.discard)(connection)
-        return posted is not False
+        peer.backlog.clear()
+        peer.backlog_bytes = 0
+        self._blocked.discard(connection)
 
     def _post(self, connection: str, frame: bytes) -> bool | None:
         """Hand one frame to ZeroMQ: True if it was taken, None if it does not fit now, False if the peer is gone."""
@@ -387,7 +398,7 @@ class Server:
 
     def _flush(self) -> None:
         now = time.monotonic()
-        if self._blocked and now - self._flushed_at >= FLUSH_S / 2:
+        if now - self._flushed_at >= FLUSH_S / 2:
             self._flushed_at = now
             for connection in list(self._blocked):
                 self._push(connection, self._peers[connection])
@@ -489,6 +500,7 @@ class Client:
         self.spin_s = SPIN_S
         """How long after a message to look for the next without sleeping; may be set from any thread."""
         self._spin_until = 0.0
+        self._sources: list[Any] = [(source, zmq.POLLIN) for source in (self._socket, self._monitor, self._wake)]
         self._socket.connect(address)
         self._greet()
 
@@ -515,18 +527,23 @@ class Client:
         self._queue(frames)
 
     def _queue(self, frames: list[bytes]) -> None:
-        self._backlog.extend(frames)
-        self._backlog_bytes += sum(map(len, frames))
-        self._push()
+        for frame in frames:
+            if self._backlog or not self._post(frame):
+                self._backlog.append(frame)
+                self._backlog_bytes += len(frame)
 
     def _push(self) -> None:
         """Hand the backlog to ZeroMQ as far as it fits."""
-        while self._backlog:
-            try:
-                self._socket.send(self._backlog[0], flags=zmq.DONTWAIT)
-            except zmq.Again:
-                return
+        while self._backlog and self._post(self._backlog[0]):
             self._backlog_bytes -= len(self._backlog.popleft())
+
+    def _post(self, frame: bytes) -> bool:
+        """Hand one frame to ZeroMQ; False if it does not fit now."""
+        try:
+            self._socket.send(frame, flags=zmq.DONTWAIT)
+        except zmq.Again:
+            return False
+        return True
 
     def _greet(self) -> None:
         """Begin anew, in both directions; what was under way is forgotten."""
@@ -560,13 +577,14 @@ class Client:
     def _wait(self, deadline: float) -> set[Any]:
         """Wait for something to happen; sends what waits, as soon as the server reads."""
         self._push()
-        events = zmq.POLLIN | (zmq.POLLOUT if self._backlog else 0)
-        sources: list[Any] = [(self._socket, events), (self._monitor, zmq.POLLIN), (self._wake, zmq.POLLIN)]
+        sources = self._sources
+        if self._backlog:
+            sources = [(self._socket, zmq.POLLIN | zmq.POLLOUT), *sources[1:]]
         return _ready(sources, deadline, self._spin_until)
 
     def _has_arrived(self, ready: set[Any]) -> bool:
         """Whether a frame is there, and not only room for one."""
-        return self._socket in ready and self._socket.poll(0, zmq.POLLIN) != 0
+        return self._socket in ready and (not self._backlog or self._socket.poll(0, zmq.POLLIN) != 0)
 
     def _take(self, parts: list[bytes]) -> Any | None:
         """A message, if this frame completes one."""

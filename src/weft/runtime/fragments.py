@@ -43,6 +43,9 @@ class Kind(IntEnum):
     DATA = 5
 
 
+_KINDS = {int(kind): kind for kind in Kind}
+
+
 class Frame(NamedTuple):
     """A frame, as parsed."""
 
@@ -72,9 +75,10 @@ def parse(data: bytes) -> Frame | None:
     if not HEADER.size <= len(data) <= HEADER.size + FRAGMENT_BYTES:
         return None
     magic, kind, protocol, greeting, number, left = HEADER.unpack_from(data)
-    if magic != MAGIC or not Kind.HELLO <= kind <= Kind.DATA:
+    known = _KINDS.get(kind)
+    if magic != MAGIC or known is None:
         return None
-    return Frame(Kind(kind), protocol, greeting, number, left, data[HEADER.size :])
+    return Frame(known, protocol, greeting, number, left, data[HEADER.size :])
 
 
 def cut(message: bytes, *, protocol: int, greeting: int, first: int) -> list[bytes]:
@@ -108,12 +112,12 @@ class Assembly:
         """The message that this fragment completes, if it does."""
         if frame.number != self._next:
             raise GapError(f"fragment {frame.number} came instead of {self._next}")
-        if self._parts and len(frame.payload) + frame.left != self._left:
-            raise FragmentError(f"{len(frame.payload) + frame.left} bytes are left of a message, not {self._left}")
+        size = len(frame.payload) + frame.left
+        if self._parts and size != self._left:
+            raise FragmentError(f"{size} bytes are left of a message, not {self._left}")
         if frame.left and not frame.payload:
             raise FragmentError("a fragment is empty")
-        if not self._parts and len(frame.payload) + frame.left > self._max_bytes:
-            size = len(frame.payload) + frame.left
+        if not self._parts and size > self._max_bytes:
             raise FragmentError(f"a message of {size} bytes exceeds the limit of {self._max_bytes}")
         self._next = (self._next + 1) % _WRAP
         if not frame.left and not self._parts:
