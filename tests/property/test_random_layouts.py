@@ -149,8 +149,8 @@ def main() -> int:
         print(f"refused {count:5d} with {mistake}")
     print(
         f"{tally.num_cases} cases (seed {asked.seed}): {tally.num_plans} exact plans, "
-        f"{tally.refused.total()} mistakes refused by name, {tally.num_raw} raw exceptions, {len(tally.failures)} failures, "
-        f"{time.perf_counter() - started:.0f} s"
+        f"{tally.refused.total()} mistakes refused by name, {tally.num_raw} raw exceptions, "
+        f"{len(tally.failures)} failures, {time.perf_counter() - started:.0f} s"
     )
     return 1 if tally.failures else 0
 
