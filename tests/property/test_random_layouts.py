@@ -78,11 +78,11 @@ def _try_one(rng: np.random.Generator, tally: Tally, number: int, path: Path) ->
         tally.refused[case.mistake] += 1
         return
     assert not case.mistake, f"planned with {case.mistake}"
-    tally.num_plans += 1
     _check_bits(case, plan, rng)
     _check_numbers(plan)
     if number % EVERY_FILE == 0:
         _check_file(plan, path)
+    tally.num_plans += 1
 
 
 def _plan(case: RandomCase, rng: np.random.Generator) -> Plan:
@@ -148,9 +148,9 @@ def main() -> int:
     for mistake, count in sorted(tally.refused.items()):
         print(f"refused {count:5d} with {mistake}")
     print(
-        f"{tally.num_cases} cases (seed {asked.seed}): {tally.num_plans} plans, all exact but {len(tally.failures)}; "
-        f"{tally.refused.total()} mistakes refused by name; {tally.num_raw} raw exceptions; "
-        f"{time.perf_counter() - started:.0f} s"
+        f"{tally.num_cases} cases (seed {asked.seed}): {tally.num_plans} exact plans, "
+        f"{tally.refused.total()} mistakes refused by name, {tally.num_raw} raw exceptions, "
+        f"{len(tally.failures)} failures, {time.perf_counter() - started:.0f} s"
     )
     return 1 if tally.failures else 0
 

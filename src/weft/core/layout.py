@@ -309,7 +309,7 @@ def check_tensors(tensors: Sequence[Tensor]) -> None:
 
 def is_coordinates(value: object) -> bool:
     """Whether a value is a tuple of whole numbers, as boxes and shapes are."""
-    return isinstance(value, tuple) and all(type(number) is int for number in value)
+    return isinstance(value, tuple) and {int}.issuperset(map(type, value))
 
 
 def is_rank(value: object) -> bool:
@@ -357,15 +357,10 @@ def _strides_problem(extent: tuple[int, ...], strides: tuple[int, ...]) -> str:
 
 def _aliases(extent: tuple[int, ...], strides: tuple[int, ...]) -> bool:
     """Whether two elements of a shard lie at one address."""
-    if 0 in extent:
+    if 0 in extent or _is_nested(zip(strides[::-1], extent[::-1], strict=True)):
         return False
-    walked = sorted((step, n) for n, step in zip(extent, strides, strict=True) if n > 1)
-    reach = 0
-    for step, n in walked:
-        if step <= reach:
-            break
-        reach += step * (n - 1)
-    else:
+    walked = sorted((step, n) for step, n in zip(strides, extent, strict=True) if n > 1)
+    if _is_nested(walked):
         return False
     if prod(extent) > MAX_INTERLEAVED:
         return True  # no framework interleaves rows like this
@@ -373,6 +368,17 @@ def _aliases(extent: tuple[int, ...], strides: tuple[int, ...]) -> bool:
     for step, n in walked:
         addresses = np.add.outer(addresses, step * np.arange(n)).ravel()
     return len(np.unique(addresses)) < len(addresses)
+
+
+def _is_nested(walked: Iterable[tuple[int, int]]) -> bool:
+    """Whether each dimension, given from the innermost, steps beyond all that the ones before it reach."""
+    reach = 0
+    for step, n in walked:
+        if n > 1:
+            if step <= reach:
+                return False
+            reach += step * (n - 1)
+    return True
 
 
 def _used_strides(shard: Shard) -> tuple[int, ...]:

@@ -260,35 +260,30 @@ def _piece_problem(piece: Piece, shapes: Mapping[str, tuple[int, ...]]) -> str:
         return f"a piece for it, but no tensor `{piece.dst}`"
     if not isinstance(piece.op, Op):
         return f"op is {piece.op!r}, expected an Op"
-    for name in ("dst_lo", "extent", "src_lo", "axes"):
-        value = getattr(piece, name)
-        if not is_coordinates(value) and (name, value) != ("axes", None):
+    axes = tuple(range(len(shape))) if piece.axes is None else piece.axes
+    boxed = {"dst_lo": piece.dst_lo, "extent": piece.extent, "axes": axes, "src_lo": piece.src_lo}
+    for name, value in boxed.items():
+        if not is_coordinates(value):
             return f"{name} is {value!r}, expected a tuple of whole numbers"
-    for name in ("dst_lo", "extent", "axes"):
-        value = getattr(piece, name)
-        if value is not None and len(value) != len(shape):
+        if len(value) != len(shape) and name != "src_lo":
             return f"{name} {list(value)} has {len(value)} dimensions, the tensor {len(shape)}"
-    inside = all(
-        lo >= 0 and n > 0 and lo + n <= size for lo, n, size in zip(piece.dst_lo, piece.extent, shape, strict=True)
-    )
-    if not inside:
-        return f"box {list(piece.dst_lo)} + {list(piece.extent)} is empty or outside {list(shape)}"
-    return _reading_problem(piece)
+    for lo, n, size in zip(piece.dst_lo, piece.extent, shape, strict=True):
+        if lo < 0 or n < 1 or lo + n > size:
+            return f"box {list(piece.dst_lo)} + {list(piece.extent)} is empty or outside {list(shape)}"
+    return _reading_problem(piece, axes)
 
 
-def _reading_problem(piece: Piece) -> str:
+def _reading_problem(piece: Piece, axes: tuple[int, ...]) -> str:
     """What is wrong with the source of a piece."""
     is_padding = piece.op is Op.PAD
     if not isinstance(piece.source, str) or (piece.source == "") != is_padding:
         return f"source is {piece.source!r}, but only padding has none" if is_padding else "a piece without a source"
     if is_padding:
         return ""
-    if any(at < 0 for at in piece.src_lo):
+    if piece.src_lo and min(piece.src_lo) < 0:
         return f"reads {piece.source} from {list(piece.src_lo)}"
-    axes = piece.axes if piece.axes is not None else tuple(range(len(piece.extent)))
-    walked = [axis for axis in axes if axis != -1]
-    is_possible = all(0 <= axis < len(piece.src_lo) for axis in walked) and len(set(walked)) == len(walked)
-    if not is_possible or any(n > 1 and axis == -1 for n, axis in zip(piece.extent, axes, strict=True)):
+    walked = [axis for n, axis in zip(piece.extent, axes, strict=True) if axis != -1 or n > 1]
+    if (walked and not 0 <= min(walked) <= max(walked) < len(piece.src_lo)) or len(set(walked)) < len(walked):
         return (
             f"axis order {list(axes)} for extents {list(piece.extent)} and {len(piece.src_lo)} coordinates of "
             f"{piece.source}: each source dimension may be used once, and longer extents need one"

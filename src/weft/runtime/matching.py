@@ -134,8 +134,8 @@ class _Matched:
         if held.name in self.scales:
             return Op.SCALE
         dtype = _dtype(self.tensors, self.sources[held.name])
-        if dtype in (held.dtype, ""):
-            return Op.COPY
+        if dtype == held.dtype or (dtype == "" and held.name not in self.scales.values()):
+            return Op.COPY  # what is missing is reported with everything else that is
         return Op.QUANTIZE if held.dtype == FP8 else Op.CAST
 
     def scaling(self, held: HeldShard) -> Scaling:
