@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import resource
 import time
@@ -12,8 +13,9 @@ import numpy as np
 import pytest
 
 from tests.process.runtime_members import Process
+from tests.support.waiting import wait_until
 from weft.config import TransferSettings
-from weft.errors import AuthError, PeerLost, ProtocolError, TransferTimeout, VersionError
+from weft.errors import AuthError, PeerLost, ProtocolError, TransferTimeout, VersionError, WeftError
 from weft.runtime.controller import Controller
 from weft.runtime.keys import controller_security, make_keys, member_security
 from weft.runtime.receiver import Receiver
@@ -132,6 +134,53 @@ def test_removing_a_key_revokes_it_and_adding_one_admits(tmp_path):
         make_keys(tmp_path, ["trainer-b"])
         with Sender(controller.address, rank=0, weights=weights(), **member_security(str(tmp_path), "trainer-b")):
             assert controller.wait_planned(BOUND_S)
+
+
+@pytest.mark.parametrize("transport", ["shm", "cma", "nixl"])
+def test_a_revoked_trainer_reaches_nothing_that_is_used(tmp_path, transport):
+    """It goes on writing, without being told to, when its successor's version waits to be committed."""
+    make_keys(tmp_path, ["controller", "trainer", "trainer-b", "engine"])
+    settings = TransferSettings(silence_s=5.0, transport=transport, nixl_devices="lo")
+    mine, theirs, engine = (np.full(1 << 16, value, dtype=np.float32) for value in (1, 2, 0))
+    with (
+        Controller(
+            num_trainers=1, num_engine_ranks=1, settings=settings, **controller_security(tmp_path)
+        ) as controller,
+        Receiver(
+            controller.address,
+            rank=0,
+            weights=Weights.from_arrays({"w": engine}),
+            **member_security(str(tmp_path), "engine"),
+        ) as receiver,
+        Sender(
+            controller.address,
+            rank=0,
+            weights=Weights.from_arrays({"w": mine}),
+            **member_security(str(tmp_path), "trainer"),
+        ) as revoked,
+    ):
+        publication = revoked.publish(version=1)
+        receiver.wait(BOUND_S).commit()
+        publication.wait_committed(BOUND_S)
+        assert (engine == 1).all()
+        (tmp_path / "trainer.pub").unlink()
+        wait_until(lambda: not controller.statistics().members.count("trainer 0"), BOUND_S, "the trainer is refused")
+        with Sender(
+            controller.address,
+            rank=0,
+            weights=Weights.from_arrays({"w": theirs}),
+            **member_security(str(tmp_path), "trainer-b"),
+        ) as successor:
+            assert controller.wait_planned(BOUND_S)
+            publication = successor.publish(version=2)
+            update = receiver.wait(BOUND_S)
+            mine[:] = -1
+            for way, batch in revoked.batches():
+                with contextlib.suppress(WeftError):
+                    way.post(batch, tag=3).wait(2.0)
+            update.commit()
+            publication.wait_committed(BOUND_S)
+        assert (engine == 2).all()
 
 
 def test_a_key_of_the_other_side_does_not_join(tmp_path):

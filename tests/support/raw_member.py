@@ -20,7 +20,6 @@ WEIGHTS = HeldShard(name="w", dtype="fp32", shape=(500,), lo=(0,), extent=(500,)
 
 def join_message(side: str, rank: int = 0, **changes: Any) -> Join:
     facts = {
-        "protocol": PROTOCOL,
         "side": side,
         "rank": rank,
         "held": [WEIGHTS],

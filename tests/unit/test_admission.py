@@ -35,7 +35,6 @@ SHARD = HeldShard(name="w", dtype="bf16", shape=(8, 4), lo=(0, 0), extent=(8, 4)
 
 def join(side: str = "engine", held: list[HeldShard] | None = None, **facts: Any) -> Join:
     return Join(
-        protocol=5,
         side=side,
         rank=0,
         held=[SHARD] if held is None else held,

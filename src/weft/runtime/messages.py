@@ -63,7 +63,6 @@ class Offered(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 class Join(_Message, frozen=True):
     """A member is there, with these weights; also what it knows of versions, for a controller that was restarted."""
 
-    protocol: int
     side: Literal["trainer", "engine"]
     rank: int
     held: list[HeldShard]

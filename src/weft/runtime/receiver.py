@@ -37,7 +37,6 @@ from weft.runtime.arrivals import STEP_BYTES, Arrivals, Stream, spare_core
 from weft.runtime.exposure import Exposure, has_ended, named
 from weft.runtime.member import ControlThread
 from weft.runtime.messages import (
-    PROTOCOL,
     STEPS_AHEAD,
     At,
     Blocked,
@@ -376,7 +375,6 @@ class Receiver:
         with self._changed:
             staged = self._control.settings.mode is not ReceiverMode.IN_PLACE
             return Join(
-                protocol=PROTOCOL,
                 side="engine",
                 rank=self._rank,
                 held=[held_shard(held) for held in self._memory.weights.held],

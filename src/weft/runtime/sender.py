@@ -29,7 +29,6 @@ from weft.events import Event
 from weft.runtime.job import Job, Sent
 from weft.runtime.member import ControlThread
 from weft.runtime.messages import (
-    PROTOCOL,
     Agreed,
     Decide,
     Failed,
@@ -338,7 +337,6 @@ class Sender:
         if any(p._go is not None and not p._ended.is_set() for p in list(self._publications.values())):
             return None
         return Join(
-            protocol=PROTOCOL,
             side="trainer",
             rank=self._rank,
             held=[held_shard(held) for held in self._weights.held],
