@@ -13,6 +13,7 @@ from weft.config import TransferSettings
 from weft.errors import WeftError
 from weft.runtime.controller import Controller
 from weft.runtime.messages import (
+    Alive,
     At,
     Committed,
     Failed,
@@ -266,3 +267,14 @@ def test_engines_tell_a_restarted_controller_of_newer_trainers(controller):
         engine.hear(Welcome)
         with RawMember(controller.address, "trainer", 1).join(age_s=60.0) as old:
             assert "a newer process" in old.hear(Refused).reason
+
+
+def test_an_engine_may_commit_what_it_joined_with_before_the_others_are_back(controller):
+    """A controller that was restarted does not know yet what was decided."""
+    with RawMember(controller.address, "engine").join(last=6, pending=7) as engine:
+        engine.hear(Welcome)
+        engine.send(At(version=7, step=3))
+        engine.send(Committed(version=7))
+        for _ in range(3):  # at least one of them answers a beat that came after all that
+            engine.hear(Alive)
+        assert controller.statistics().members == ("engine 0",)

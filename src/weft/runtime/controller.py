@@ -34,7 +34,7 @@ from weft.core.plan import Plan
 from weft.core.topology import Cluster, load_topology
 from weft.core.version import CommitPolicy, Decision, VersionLedger
 from weft.errors import ConfigError, LayoutError, PlanError, ProtocolError, VersionError, WeftError
-from weft.runtime.admission import check_join, check_opened, check_side, check_written, unbelievable
+from weft.runtime.admission import check_join, check_opened, check_side, check_written, claim, unbelievable
 from weft.runtime.amax import AmaxExchange
 from weft.runtime.channel import BURST_SPIN_S, SPIN_S, Invalid, Server
 from weft.runtime.matching import plan_members
@@ -328,9 +328,10 @@ class Controller:
                 self._engine_committed(rank, version)
 
     def _check_known(self, member: str, version: int, what: str) -> None:
-        """Raise if a member speaks of a version that nobody has published."""
-        newest = self._transfer.version if self._transfer is not None else self._ledger.last_decided
-        if not 0 <= version <= max(newest, self._ledger.last_decided):
+        """Raise if a member speaks of a version that nobody has published, and that it did not join with."""
+        newest = self._transfer.version if self._transfer is not None else -1
+        told = claim(self._who.members[member].join)
+        if not 0 <= version <= max(newest, self._ledger.last_decided, -1 if told is None else told):
             raise ProtocolError(f"{member} {what} version {version}, which was not published")
 
     def _expel(self, connection: str, how: str) -> None:
