@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import ctypes
-import multiprocessing
 import os
 import signal
 from typing import Any
 
 import numpy as np
 
+from tests.support.processes import quick_context
 from weft.transport.base import Descriptor, Endpoint
 from weft.transport.cma import CmaTransport
 from weft.transport.local import LocalNetwork, LocalTransport
@@ -59,7 +59,7 @@ class ProcessTarget:
     """A target in another process."""
 
     def __init__(self, kind: str, num_bytes: int) -> None:
-        context = multiprocessing.get_context("spawn")
+        context = quick_context()
         self._pipe, theirs = context.Pipe()
         self._process = context.Process(target=_serve, args=(theirs, kind, num_bytes), daemon=True)
         self._process.start()

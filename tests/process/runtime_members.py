@@ -4,7 +4,6 @@ pipes."""
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
 import os
 import random
 import signal
@@ -14,6 +13,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from tests.support.processes import quick_context
 from weft.config import TransferSettings
 from weft.core.scaling import QUANT_BLOCK, Scaling
 from weft.core.version import CommitPolicy
@@ -137,7 +137,7 @@ class Process:
     """One process, driven over a pipe."""
 
     def __init__(self, target: Any, *args: Any) -> None:
-        context = multiprocessing.get_context("spawn")
+        context = quick_context()
         self._pipe, theirs = context.Pipe()
         self._process = context.Process(target=target, args=(theirs, *args), daemon=True)
         self._process.start()

@@ -22,7 +22,7 @@ from weft.runtime.messages import PROTOCOL, Alive, Beat, ToController, ToMember,
 from weft.transport.registry import place_here
 
 BOUND_S = 60.0
-FLOOD_S = 4.0
+FLOOD_S = 2.0
 """Long enough to fill every buffer on the way back to a peer that does not read."""
 BEAT = msgspec.msgpack.encode(Beat())
 PLACE = place_here()
@@ -66,7 +66,7 @@ def test_a_flood_of_a_peer_that_does_not_read_stops_nobody(how):
     fleet = Fleet()
     try:
         version = 0
-        for _ in range(3):
+        for _ in range(2):
             flooding = Process(flood, fleet.address, how)
             assert flooding.answer(BOUND_S) == "flooding"
             until = time.monotonic() + FLOOD_S

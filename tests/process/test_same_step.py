@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import multiprocessing
-
 import pytest
 
 from tests.process.runtime_members import Process, constant_trainer, lockstep_engine
+from tests.support.processes import quick_context
 from weft.config import TransferSettings
 from weft.runtime.controller import Controller
 
@@ -17,8 +16,7 @@ NUM_VERSIONS = 100
 def test_ranks_of_an_engine_change_versions_together(mode, num_versions):
     """Two tensor-parallel engines of two ranks. The ranks of each meet at every step, as an all-reduce makes them, and
     look at every element of every tensor; each is slow at random."""
-    context = multiprocessing.get_context("spawn")
-    barriers = [context.Barrier(2) for _ in range(2)]
+    barriers = [quick_context().Barrier(2) for _ in range(2)]
     settings = TransferSettings(mode=mode)
     with Controller(num_trainers=2, num_engine_ranks=4, ranks_per_engine=2, settings=settings) as controller:
         engines = [

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
 import socket
@@ -16,6 +15,7 @@ from typing import Any, Self
 from tests.process.storm import members
 from tests.process.storm.settings import StormSettings
 from tests.process.storm.wires import TO_MEMBER, Wire
+from tests.support.processes import quick_context
 
 START_S = 30.0
 END_S = 20.0
@@ -50,8 +50,7 @@ class Actor:
     """One process and what it has said."""
 
     def __init__(self, name: str, body: Callable[..., None], *args: Any) -> None:
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload([members.__name__])
+        context = quick_context()
         self.name = name
         self.pipe, theirs = context.Pipe()
         self._process = context.Process(target=members.run, args=(theirs, body, *args), daemon=True)
