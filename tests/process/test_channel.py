@@ -371,6 +371,24 @@ def test_a_controller_that_restarts_again_and_again_or_is_slow_is_waited_for(key
                 assert heard is not None
 
 
+def test_a_proxy_without_its_controller_is_waited_for():
+    """It accepts connections and hangs up; without keys that says nothing about them."""
+    with socket.create_server(("127.0.0.1", 0)) as proxy:
+        address = f"tcp://127.0.0.1:{proxy.getsockname()[1]}"
+        proxy.settimeout(SOON_S)
+        with Client(address, member="trainer 0", messages=MESSAGES) as client:
+            client.send(Ping(number=1))
+            for _ in range(10):
+                proxy.accept()[0].close()
+                assert client.receive(0.01) is None
+            proxy.close()
+            with Server(address, messages=MESSAGES) as server:
+                deadline = time.monotonic() + SOON_S
+                while (heard := server.receive(0.05)) is None and time.monotonic() < deadline:
+                    client.receive(0.05)
+                assert heard is not None
+
+
 def test_a_large_message_arrives_in_both_directions_and_small_ones_keep_their_place():
     large = Pong(number=1, names=["x" * (40 << 20)])
     with (

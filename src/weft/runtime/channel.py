@@ -73,6 +73,7 @@ FLUSH_S = 0.002
 UNFINISHED_S = 10.0
 """How long the rest of a message may be missing."""
 HANDSHAKE_MS, DEAD_MS = 5_000, 10_000
+CUT_HANDSHAKES_S = 2.0
 MAX_CUT_HANDSHAKES = 3
 """A server that hangs up so often while keys are checked does not hold the key it is believed to hold."""
 SPIN_S = 0.001 if len(os.sched_getaffinity(0)) >= 8 else 0.0
@@ -482,6 +483,9 @@ class Client:
         self._inbound = Assembly(max_message_bytes)
         self._backlog: deque[bytes] = deque()
         self._backlog_bytes = 0
+        self._may_be_wrong_key = keys is not None
+        """Whether no handshake has succeeded yet. Without keys, or later, a server that hangs up is just not there."""
+        self._first_cut: float | None = None
         self._num_cut_handshakes = 0
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
@@ -624,15 +628,21 @@ class Client:
         """How a handshake ended. A server that never answers, or is started anew, is no reason to give up."""
         match event["event"]:
             case zmq.EVENT_HANDSHAKE_SUCCEEDED:
-                self._num_cut_handshakes = 0
+                self._may_be_wrong_key = False
             case zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:
                 raise AuthError(
                     f"the controller at `{self._server}` refused {self.member}",
                     hint="its public key must be in the controller's folder of keys, and both sides must use keys",
                 )
-            case _ if event["value"] in (errno.EPIPE, errno.ECONNRESET):
-                self._num_cut_handshakes += 1
-        if self._num_cut_handshakes >= MAX_CUT_HANDSHAKES:
+            case _ if self._may_be_wrong_key and event["value"] in (errno.EPIPE, errno.ECONNRESET):
+                self._count_cut_handshake()
+
+    def _count_cut_handshake(self) -> None:
+        """A proxy without its server hangs up as well, so this has to go on for a while."""
+        now = time.monotonic()
+        self._first_cut = self._first_cut or now
+        self._num_cut_handshakes += 1
+        if self._num_cut_handshakes >= MAX_CUT_HANDSHAKES and now - self._first_cut >= CUT_HANDSHAKES_S:
             raise AuthError(
                 f"the controller at `{self._server}` ends every handshake with {self.member}",
                 hint="is this its public key? It hangs up on a wrong one. Both sides must use keys, or neither",
