@@ -323,13 +323,13 @@ def _check_shards(tensors: Sequence[Tensor], shards: Sequence[Shard]) -> None:
     for shard in shards:
         if not isinstance(shard, Shard):
             problems.append(f"{shard!r}: expected a Shard")
-        elif problem := _shard_problem(shard, shapes):
+        elif problem := shard_problem(shard, shapes):
             problems.append(f"{shard.tensor} on rank {shard.rank}: {problem}")
     if problems:
         raise LayoutError("the shard list is not usable", problems=tuple(problems))
 
 
-def _shard_problem(shard: Shard, shapes: dict[str, tuple[int, ...]]) -> str:
+def shard_problem(shard: Shard, shapes: dict[str, tuple[int, ...]]) -> str:
     """What is wrong with a shard; empty if nothing is."""
     lo, extent = shard.lo, shard.extent
     shape = shapes.get(shard.tensor) if isinstance(shard.tensor, str) else None

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, get_args
 
-from weft.core.layout import DTYPE_BYTES, MAX_DIMS, MAX_TENSOR_DIM
+from weft.core.layout import DTYPE_BYTES, MAX_DIMS, MAX_TENSOR_DIM, Shard, shard_problem
 from weft.core.version import MAX_FIRST, MAX_STEP, MAX_VERSION
 from weft.errors import LayoutError, ProtocolError
 from weft.runtime.messages import FromEngine, FromTrainer, HeldShard, Join, Opened, Written
@@ -72,7 +72,7 @@ def _check_shards(held: Collection[HeldShard]) -> None:
     """Raise unless every shard is a box of its tensor, in memory that is not used twice, in not too many pieces."""
     if len(held) > MAX_SHARDS:
         raise LayoutError(f"{len(held)} shards", hint=f"at most {MAX_SHARDS} on one member")
-    problems = [f"{shard.name or '(no name)'}: {what}" for shard in held for what in _shard_problems(shard)]
+    problems = [f"{shard.name or '(no name)'}: {what}" for shard in held if (what := _shard_problem(shard))]
     if problems:
         raise LayoutError("the shards are not usable", problems=tuple(problems))
     runs = {shard.name: _num_runs(shard) for shard in held}
@@ -85,28 +85,14 @@ def _check_shards(held: Collection[HeldShard]) -> None:
         )
 
 
-def _shard_problems(shard: HeldShard) -> Iterable[str]:
-    num_dims = len(shard.shape)
-    if not shard.name or shard.dtype not in DTYPE_BYTES:
-        yield f"unknown dtype `{shard.dtype}`" if shard.name else "no name"
-    elif not 0 < num_dims <= MAX_DIMS or not all(0 < n <= MAX_TENSOR_DIM for n in shard.shape):
-        yield f"impossible shape {list(shard.shape)}"
-    elif not len(shard.lo) == len(shard.extent) == len(shard.strides) == num_dims:
-        yield f"a box of {len(shard.lo)} dimensions, the tensor has {num_dims}"
-    elif any(lo < 0 or n < 0 or lo + n > size for lo, n, size in zip(shard.lo, shard.extent, shard.shape, strict=True)):
-        yield f"the box {list(shard.lo)} + {list(shard.extent)} is outside {list(shard.shape)}"
-    elif min(shard.strides) < 1 or _overlaps(shard):
-        yield f"extent {list(shard.extent)} with strides {list(shard.strides)} uses memory twice"
-
-
-def _overlaps(shard: HeldShard) -> bool:
-    """Whether two elements may share an address."""
-    reach = 0
-    for stride, size in sorted((s, n) for s, n in zip(shard.strides, shard.extent, strict=True) if n > 1):
-        if stride <= reach:
-            return True
-        reach += (size - 1) * stride
-    return False
+def _shard_problem(held: HeldShard) -> str:
+    """What is wrong with a shard; empty if nothing is."""
+    if not held.name or held.dtype not in DTYPE_BYTES:
+        return f"unknown dtype `{held.dtype}`" if held.name else "no name"
+    if not 0 < len(held.shape) <= MAX_DIMS or not all(0 < n <= MAX_TENSOR_DIM for n in held.shape):
+        return f"impossible shape {list(held.shape)}"
+    shard = Shard(tensor=held.name, rank=0, lo=held.lo, extent=held.extent, strides=held.strides)
+    return shard_problem(shard, {held.name: held.shape})
 
 
 def _num_runs(shard: HeldShard) -> int:
