@@ -12,7 +12,12 @@ import numpy as np
 import pytest
 
 from weft import native
+from weft.config import TransferSettings
 from weft.errors import RegistrationError
+from weft.runtime.controller import Controller
+from weft.runtime.receiver import Receiver
+from weft.runtime.sender import Sender
+from weft.runtime.weights import Weights
 from weft.transport.base import ordinary_memory
 from weft.transport.pages import Pages
 from weft.transport.shm import SharedMemory, ShmTransport
@@ -82,3 +87,30 @@ def test_a_peer_cannot_make_us_write_into_a_file(tmp_path):
         file.truncate(8192)
         with pytest.raises(RegistrationError, match="not shared memory of weft"):
             SharedMemory.opened(os.getpid(), file.fileno(), 8192)
+
+
+@pytest.mark.parametrize("is_under_way", [False, True])
+def test_a_receiver_that_closes_while_it_is_written_to_leaves_the_addresses_reserved(is_under_way):
+    trainer, engine = (np.ones(1 << 16, dtype=np.float32) for _ in range(2))
+    with (
+        Controller(num_trainers=1, num_engine_ranks=1, settings=TransferSettings(transport="cma")) as controller,
+        Sender(controller.address, rank=0, weights=Weights.from_arrays({"w": trainer})) as sender,
+    ):
+        receiver = Receiver(controller.address, rank=0, weights=Weights.from_arrays({"w": engine}))
+        publication = sender.publish(version=1)
+        receiver.wait(20.0).commit()
+        publication.wait_committed(20.0)
+        address = receiver._memory.landing.addresses[0]
+        receiver._is_under_way = is_under_way
+        receiver.close()
+        assert is_reserved(address) == is_under_way
+
+
+def is_reserved(address: int) -> bool:
+    """Whether nothing is there, and nothing will be put there."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        span, mode, *_ = line.split()
+        first, last = (int(text, 16) for text in span.split("-"))
+        if first <= address < last:
+            return mode.startswith("---")
+    return False

@@ -762,6 +762,7 @@ class Controller:
         if transfer is None or transfer.version != version or transfer.is_decided:
             if join.side == "trainer" and self._wants.get(join.rank) == version:
                 del self._wants[join.rank]
+            self._let_go()  # the next version may have waited for this
             return
         log.warning("%s failed version %d: %s", member, version, reason)
         if join.side == "trainer":  # one that writes says so when it has stopped

@@ -11,6 +11,7 @@ from weft.runtime.messages import Opened, Writer
 from weft.runtime.transports import OpenTransports
 from weft.runtime.weights import Weights
 from weft.transport.base import Memory
+from weft.transport.pages import keep_reserved
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +113,10 @@ class ReachableMemory:
         """Pieces of memory, or addresses, kept for writers that were lost."""
         return len(self._quarantine)
 
-    def close(self) -> None:
-        """Let go of everything."""
-        self._transports.close_all()
+    def close(self, beyond_reach: Sequence[Writer]) -> None:
+        """Let go of everything; what these writers could still reach is never used for anything else."""
+        self.close_transports(beyond_reach)
+        self.give_up(beyond_reach)
+        if any(kept.writers for kept in self._quarantine):
+            keep_reserved(self._quarantine)
         self._landing, self._staged, self._patches, self._quarantine = None, None, None, []

@@ -132,6 +132,8 @@ class Receiver:
         self._arrivals: Arrivals | None = None
         self._sent: tuple[list[Part], float] | None = None
         self._expected: int | None = None
+        self._is_under_way = False
+        """Whether the expected version is not decided, as far as is known here."""
         self._changed = threading.Condition()
         self._ready: int | None = None
         self._pending: int | None = None
@@ -512,7 +514,7 @@ class Receiver:
 
     def _expect(self, version: int) -> None:
         """A version is coming: follow it, and in place ask the engine to pause."""
-        self._expected = version
+        self._expected, self._is_under_way = version, True
         self._intake.end_old(self._control.settings.silence_s)
         self._arrivals = None if self._has_patches else self._follow(version, self._streams)
         self._sent, self._ready = None, None
@@ -568,6 +570,7 @@ class Receiver:
         return arrivals.is_whole
 
     def _decide(self, decision: Decide) -> None:
+        self._is_under_way = False
         self._count_arrivals()  # so that transports need not keep what nobody asked for
         self._arrivals, self._sent, self._ready = None, None, None
         if self._control.settings.mode is not ReceiverMode.IN_PLACE:
@@ -672,7 +675,9 @@ class Receiver:
         """Leave."""
         self._control.close()
         self._intake.close()
-        self._memory.close()
+        with self._changed:
+            writers = self._exposure.alive() if self._is_under_way else ()
+            self._memory.close(self._exposure.beyond_reach(writers, moved=False))
 
     def __enter__(self) -> Self:
         return self

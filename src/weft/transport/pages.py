@@ -22,6 +22,14 @@ _libc.mmap.restype = ctypes.c_void_p
 _libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
 
 
+_kept: list[object] = []
+
+
+def keep_reserved(memory: object) -> None:
+    """Hold memory that was given up until this process ends: a process that lives on may still write there."""
+    _kept.append(memory)
+
+
 class Pages:
     """Zeroed anonymous memory of this process."""
 
