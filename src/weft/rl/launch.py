@@ -144,7 +144,8 @@ def run_here(settings: LoopSettings, *, run_dir: Path, watch: Watch = lambda _: 
                 members.append(_start(settings, run_dir, rank))  # noqa: PERF401  # those that started must be stopped
             pids = {member.name: member.process.pid for member in members}
             (run_dir / "members.json").write_bytes(msgspec.json.encode(pids))
-            _watch_over(members, heart.coordinator, watch)
+            with _interrupts() as is_interrupted:
+                _watch_over(members, heart.coordinator, watch, is_interrupted)
         finally:
             _stop(members)
             watch(heart.coordinator.record)
@@ -193,9 +194,35 @@ def _start(settings: LoopSettings, run_dir: Path, rank: int) -> _Member:
     return _Member(name, None if number < 0 else number // settings.ranks_per_engine, process, path)
 
 
-def _watch_over(members: list[_Member], coordinator: Coordinator, watch: Watch) -> None:
-    """Until the run is over; raises PeerLost if it failed."""
+@contextlib.contextmanager
+def _interrupts() -> Iterator[threading.Event]:
+    """An event that an interrupt sets; a second one is raised where it arrives.
+
+    Raised at once it could arrive inside a finalizer, where Python prints it and goes on.
+    """
+    interrupted = threading.Event()
+    if threading.current_thread() is not threading.main_thread():
+        yield interrupted
+        return
+
+    def note(*_: Any) -> None:
+        interrupted.set()
+        signal.signal(signal.SIGINT, before)
+
+    before = signal.signal(signal.SIGINT, note)
+    try:
+        yield interrupted
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _watch_over(
+    members: list[_Member], coordinator: Coordinator, watch: Watch, is_interrupted: threading.Event
+) -> None:
+    """Until the run is over; raises PeerLost if it failed, KeyboardInterrupt if it was interrupted."""
     while not coordinator.ended.wait(TICK_S):
+        if is_interrupted.is_set():
+            raise KeyboardInterrupt
         for member in members:
             if not member.is_gone and member.process.poll() is not None:
                 member.is_gone = True
