@@ -110,7 +110,7 @@ class TransferSettings:
     beat_s: float = 0.5
     """How often members and the controller say that they are alive."""
     silence_s: float = 5.0
-    """A member, or the controller, that was not heard of for this long is lost."""
+    """A member, or the controller, that has been silent for this long is lost."""
     version_s: float = 60.0
     """A version that is not ready everywhere in this time is aborted."""
 

@@ -70,7 +70,7 @@ def test_a_stopped_trainer_never_tears_a_version_of_its_successor(mode):
         old, new = Process(trainer, controller.address, 2), None
         try:
             with Receiver(controller.address, rank=0, weights=weights_of(module(weights))) as receiver:
-                engine = Engine(receiver)
+                engine = PollingEngine(receiver)
                 assert old.answer(WAIT_S) == "there"
                 old.ask(1)
                 assert old.answer(WAIT_S) == "committed"
@@ -81,7 +81,7 @@ def test_a_stopped_trainer_never_tears_a_version_of_its_successor(mode):
                 assert new.answer(WAIT_S) == "there"
                 if mode == "in_place":
                     new.ask(3)
-                    assert "could still write into its live weights" in new.answer(WAIT_S)
+                    assert "could still write into the live weights" in new.answer(WAIT_S)
                     assert receiver.is_poisoned
                     old.kill()
                 else:
@@ -105,7 +105,7 @@ def test_a_stopped_trainer_never_tears_a_version_of_its_successor(mode):
                 new.close()
 
 
-class Engine:
+class PollingEngine:
     """Polls and commits, unless it is held."""
 
     def __init__(self, receiver: Receiver) -> None:

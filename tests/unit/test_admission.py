@@ -57,7 +57,7 @@ def join(side: str = "engine", held: list[HeldShard] | None = None, **facts: Any
 )
 def test_each_side_has_its_messages(side, message):
     check_side(side, Beat())
-    with pytest.raises(ProtocolError, match=f"{side} does not send {type(message).__name__}"):
+    with pytest.raises(ProtocolError, match=f"{type(message).__name__} is not a message of a {side}"):
         check_side(side, message)
 
 
@@ -79,7 +79,7 @@ def test_each_side_has_its_messages(side, message):
 )
 def test_a_member_joins_with_a_story_that_makes_sense(side, facts):
     check_join(join(side, last=3))
-    with pytest.raises(ProtocolError, match=f"{side} 0 joins with"):
+    with pytest.raises(ProtocolError, match=f"{side} 0 joined with"):
         check_join(join(side, **facts))
 
 
@@ -117,7 +117,7 @@ def test_transposed_weights_are_refused_before_they_cost_memory():
     shape = (4096, 4096)
     square = HeldShard(name="w", dtype="bf16", shape=shape, lo=(0, 0), extent=shape, strides=(4096, 1))
     check_join(join(held=[square]))
-    with pytest.raises(LayoutError, match="w: 16777216 pieces"):
+    with pytest.raises(LayoutError, match="w and those like it: 16777216 pieces"):
         check_join(join(held=[msgspec.structs.replace(square, strides=(1, 4096))]))
 
 

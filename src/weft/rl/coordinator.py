@@ -263,7 +263,7 @@ class Coordinator:
         now = time.monotonic()
         for engine, heard in list(self._heard.items()):
             if now - heard > self._settings.silence_s:
-                self._lose(engine, f"was not heard of for {now - heard:.0f} s")
+                self._lose(engine, f"has been silent for {now - heard:.0f} s")
 
     def _member_failed(self, member: str, reason: str) -> None:
         side, _, rank = member.partition(" ")

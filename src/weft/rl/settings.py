@@ -120,7 +120,7 @@ class LoopSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     checkpoint_every: Annotated[int, Meta(ge=0)] = 0
     resume: bool = False
     silence_s: Annotated[float, Meta(gt=1.0, le=86_400.0)] = 20.0
-    """An engine that was not heard of for this long is lost; one whose process ends is lost at once."""
+    """An engine that has been silent for this long is lost; one whose process ends is lost at once."""
     timeout_s: Annotated[float, Meta(gt=0.0, le=86_400.0)] = 120.0
     """How long any member waits for any other."""
 

@@ -26,7 +26,19 @@ _ALLOWED = {"trainer": get_args(FromTrainer), "engine": get_args(FromEngine)}
 def check_side(side: str, message: Any) -> None:
     """Raise if members of this side do not send such messages."""
     if not isinstance(message, _ALLOWED[side]):
-        raise ProtocolError(f"a {side} does not send {type(message).__name__}")
+        raise ProtocolError(f"{type(message).__name__} is not a message of a {side}")
+
+
+def check_version(version: int) -> None:
+    """Raise if this cannot be the number of a version."""
+    if not 0 <= version <= MAX_VERSION:
+        raise ProtocolError(f"version {version} is out of range, expected 0 to {MAX_VERSION}")
+
+
+def check_step(step: int) -> None:
+    """Raise if an engine cannot have made so many steps."""
+    if not 0 <= step < MAX_ADDRESS:
+        raise ProtocolError(f"step {step} is out of range, expected 0 to {MAX_ADDRESS - 1}")
 
 
 def check_join(join: Join) -> None:
@@ -41,7 +53,7 @@ def check_join(join: Join) -> None:
     if not (math.isfinite(join.age_s) and join.age_s >= 0) or not 0 <= join.incarnation < MAX_ADDRESS:
         wrong.append(f"an age of {join.age_s} s, incarnation {join.incarnation}")
     if wrong:
-        raise ProtocolError(f"{join.side} {join.rank} joins with {', '.join(wrong)}")
+        raise ProtocolError(f"{join.side} {join.rank} joined with impossible values: {', '.join(wrong)}")
     _check_shards(join.held)
     twice = [name for name, count in Counter(shard.name for shard in join.held).items() if count > 1]
     if join.side == "engine" and twice:
@@ -64,31 +76,41 @@ def unbelievable(joins: Mapping[str, Join]) -> dict[str, str]:
         others = [found for other, found in claims.items() if other != member]
         most = max(others) + MAX_STEP if others else MAX_FIRST
         if version > most:
-            wrong[member] = f"{member} knows of version {version}, nobody else of one above {max(others, default=0)}"
+            known = max(others, default=0)
+            wrong[member] = f"{member} claims version {version}, no other member knows of one above {known}"
     return wrong
 
 
 def _check_shards(held: Collection[HeldShard]) -> None:
-    """Raise unless every shard is a box of its tensor, in memory that is not used twice, in not too many pieces."""
+    """Raise unless every shard is a box of its tensor, in memory that is not used twice, in not too many pieces.
+
+    Shards that differ in their names only, such as those of experts, are looked at once.
+    """
     if len(held) > MAX_SHARDS:
         raise LayoutError(f"{len(held)} shards", hint=f"at most {MAX_SHARDS} on one member")
-    problems = [f"{shard.name or '(no name)'}: {what}" for shard in held if (what := _shard_problem(shard))]
+    alike: dict[tuple[Any, ...], list[HeldShard]] = {}
+    for shard in held:
+        alike.setdefault((shard.dtype, shard.shape, shard.lo, shard.extent, shard.strides), []).append(shard)
+    problems = [
+        f"{shard.name}: {what}" for same in alike.values() if (what := _shard_problem(same[0])) for shard in same
+    ]
+    problems += ["a shard has no name" for shard in held if not shard.name]
     if problems:
         raise LayoutError("the shards are not usable", problems=tuple(problems))
-    runs = {shard.name: _num_runs(shard) for shard in held}
+    runs = {same[0].name: len(same) * _num_runs(same[0]) for same in alike.values()}
     if sum(runs.values()) > MAX_RUNS:
         worst = sorted(runs, key=lambda name: -runs[name])[:5]
         raise LayoutError(
-            f"the shards lie in {sum(runs.values())} pieces of memory, more than {MAX_RUNS}",
-            problems=tuple(f"{name}: {runs[name]} pieces" for name in worst),
+            f"the shards consist of {sum(runs.values())} separate pieces of memory, more than {MAX_RUNS}",
+            problems=tuple(f"{name} and those like it: {runs[name]} pieces" for name in worst),
             hint="are they transposed? make them contiguous",
         )
 
 
 def _shard_problem(held: HeldShard) -> str:
     """What is wrong with a shard; empty if nothing is."""
-    if not held.name or held.dtype not in DTYPE_BYTES:
-        return f"unknown dtype `{held.dtype}`" if held.name else "no name"
+    if held.dtype not in DTYPE_BYTES:
+        return f"unknown dtype `{held.dtype}`"
     if not 0 < len(held.shape) <= MAX_DIMS or not all(0 < n <= MAX_TENSOR_DIM for n in held.shape):
         return f"impossible shape {list(held.shape)}"
     shard = Shard(tensor=held.name, rank=0, lo=held.lo, extent=held.extent, strides=held.strides)
@@ -130,7 +152,7 @@ def check_written(trainer: int, message: Written, engines: Collection[int], owed
         )
     for part in message.parts:
         if part.trainer != trainer or part.num_bytes < 0 or not 0 <= part.digest < 1 << 64:
-            raise ProtocolError(f"trainer {trainer} speaks of {part.num_bytes} bytes of trainer {part.trainer}")
+            raise ProtocolError(f"trainer {trainer} reported {part.num_bytes} bytes written by trainer {part.trainer}")
         if owed is not None and part.num_bytes != owed.get(part.engine, 0):
             raise ProtocolError(
                 f"trainer {trainer} wrote {part.num_bytes} bytes to engine {part.engine}, "

@@ -1,7 +1,7 @@
 """The controller: knows the members, chooses their transports, makes the plan, and decides every version once, for all.
 
     consumes      Join, Opened, Blocked, Want, Amax, Written, Stopped, At, Paused, Ready, Failed, Committed, Beat, Leave
-    produces      Welcome, Refused, Unknown, Open, Cut, SendPlan, ReceivePlan, Expect, Go, Agreed, Verify, Boundary,
+    produces      Welcome, Refused, Unknown, Open, CutOff, SendPlan, ReceivePlan, Expect, Go, Agreed, Verify, Boundary,
                   Decide, Alive
     waits for     messages, a tenth of a second at most                  unblocked by   the network, `close`
 
@@ -34,7 +34,16 @@ from weft.core.plan import Plan
 from weft.core.topology import Cluster, load_topology
 from weft.core.version import CommitPolicy, Decision, VersionLedger
 from weft.errors import ConfigError, LayoutError, PlanError, ProtocolError, VersionError, WeftError
-from weft.runtime.admission import check_join, check_opened, check_side, check_written, claim, unbelievable
+from weft.runtime.admission import (
+    check_join,
+    check_opened,
+    check_side,
+    check_step,
+    check_version,
+    check_written,
+    claim,
+    unbelievable,
+)
 from weft.runtime.amax import AmaxExchange
 from weft.runtime.channel import BURST_SPIN_S, SPIN_S, Invalid, Server
 from weft.runtime.matching import plan_members
@@ -50,7 +59,7 @@ from weft.runtime.messages import (
     Blocked,
     Boundary,
     Committed,
-    Cut,
+    CutOff,
     Decide,
     Expect,
     Failed,
@@ -245,7 +254,7 @@ class Controller:
             self._handle(connection, message)
         except Exception as error:
             log.exception("a defect while handling %s of %s", type(message).__name__, connection)
-            self._expel(connection, f"met a defect of the controller: {type(error).__name__}: {error}")
+            self._expel(connection, f"triggered a bug in the controller: {type(error).__name__}: {error}")
 
     def _handle(self, connection: str, message: Any) -> None:
         if isinstance(message, Invalid):
@@ -287,6 +296,7 @@ class Controller:
             case Opened():
                 self._opened(known, message)
             case Failed(version=version, reason=reason):
+                check_version(version)
                 self._failed(member, known.join, version, reason)
             case Leave(reason=reason):
                 self._lose(member, f"left: {reason}" if reason else "left")
@@ -317,6 +327,7 @@ class Controller:
                 self._let_go()
             case At(version=version, step=step):
                 self._check_known(member, version, "is at a step of")
+                check_step(step)
                 self._at(rank, version, step)
             case Paused(version=version):
                 self._check_known(member, version, "pauses for")
@@ -347,7 +358,7 @@ class Controller:
         self._expel(connection, f"was refused: {reason}")
         if known is not None and known.join.side == "trainer":
             for engine in self._who.joins("engine"):
-                self._send(f"engine {engine}", Cut(incarnations=[known.incarnation]))
+                self._send(f"engine {engine}", CutOff(incarnations=[known.incarnation]))
 
     def _look_at_clocks(self) -> None:
         for connection in self._server.stuck(self._settings.silence_s):
@@ -358,7 +369,7 @@ class Controller:
         for connection, reason in self._server.revoked().items():
             self._revoke(connection, reason)
         for member, silent_s in self._who.silent_for(self._settings.silence_s).items():
-            self._lose(member, f"was not heard of for {silent_s:.1f} s")
+            self._lose(member, f"has been silent for {silent_s:.1f} s")
         transfer = self._transfer
         if transfer is not None and transfer.aborted is not None and time.monotonic() > transfer.abort_deadline:
             transfer.has_bytes = True  # for all that is known
@@ -423,7 +434,7 @@ class Controller:
             self._refuse_all(error)
             return
         for member, known in self._who.members.items():
-            transports = sorted(set(self._transports_of(known).values()))
+            transports = sorted(set(known.transports.values()))
             message = Open(round=self._who.round, transports=transports)
             if known.join.side == "engine":
                 message = Open(
@@ -435,23 +446,15 @@ class Controller:
                 )
             self._send(member, message)
 
-    def _transports_of(self, known: Member) -> dict[int, str]:
-        """What a member uses towards each member of the other side."""
-        mine = 0 if known.join.side == "trainer" else 1
-        return {
-            link[1 - mine]: choice.transport for link, choice in self._links.items() if link[mine] == known.join.rank
-        }
-
     def _writers_of(self, engine: Member) -> list[Writer]:
         """The trainers an engine rank offers its memory to."""
-        transports = self._transports_of(engine)
         return [
             Writer(
                 rank=known.join.rank,
                 incarnation=known.incarnation,
                 process=known.join.process,
                 place=known.join.place,
-                transport=transports[known.join.rank],
+                transport=engine.transports[known.join.rank],
             )
             for known in self._who.members.values()
             if known.join.side == "trainer"
@@ -460,7 +463,7 @@ class Controller:
     def _opened(self, known: Member, message: Opened) -> None:
         if message.round != self._who.round:
             return
-        check_opened(known.join, message, set(self._transports_of(known).values()))
+        check_opened(known.join, message, set(known.transports.values()))
         known.opened, known.blocked = message, ""
         if self._who.has_opened:
             self._make_plan()

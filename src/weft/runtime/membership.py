@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import msgspec
@@ -36,6 +36,8 @@ class Member:
     opened: Opened | None = None
     blocked: str = ""
     """Why it cannot open, where it has to wait."""
+    transports: dict[int, str] = field(default_factory=dict)
+    """What it uses in this round towards each rank of the other side."""
 
 
 class Membership:
@@ -70,7 +72,7 @@ class Membership:
         now = time.time_ns()
         number = join.incarnation or max(now - int(join.age_s * 1e9), 1)
         if number > now + MAX_CLOCK_STEP_NS:
-            raise ProtocolError(f"{join.side} {join.rank} says it is incarnation {number}, of the future")
+            raise ProtocolError(f"{join.side} {join.rank} claims incarnation {number}, which lies in the future")
         newest = self._newest.get((join.side, join.rank), 0)
         if number < newest:
             raise ProtocolError(
@@ -152,7 +154,7 @@ class Membership:
         return [engine for engine in engines if present.issuperset(self.ranks_of(engine))]
 
     def silent_for(self, silence_s: float) -> dict[str, float]:
-        """Members that were not heard of for too long, and for how long."""
+        """Members that have been silent for too long, and for how long."""
         now = time.monotonic()
         silent = {member: now - known.last_heard for member, known in self.members.items()}
         return {member: seconds for member, seconds in silent.items() if seconds > silence_s}
@@ -161,10 +163,15 @@ class Membership:
         """The transport of every link between a trainer and an engine rank."""
         own = settings.mode is ReceiverMode.SHADOW or settings.delta is DeltaPolicy.ON  # weft's own memory is written
         links = {}
+        for known in self.members.values():
+            known.transports = {}
         for trainer, src in self.joins("trainer").items():
             for engine, dst in self.joins("engine").items():
                 place = msgspec.structs.replace(dst.place, shareable=own or dst.place.shareable)
                 links[trainer, engine] = choose(
                     src.place, place, wanted=settings.transport, allow_fallback=settings.allow_fallback
                 )
+        for (trainer, engine), choice in links.items():
+            self.members[f"trainer {trainer}"].transports[engine] = choice.transport
+            self.members[f"engine {engine}"].transports[trainer] = choice.transport
         return links

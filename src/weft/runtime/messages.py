@@ -2,7 +2,7 @@
 
     member → controller   Join, Opened, Blocked, Want, Amax, Written, Stopped, At, Paused, Ready, Failed, Committed,
                           Beat, Leave
-    controller → member   Welcome, Refused, Unknown, Open, Cut, SendPlan, ReceivePlan, Expect, Go, Agreed, Verify,
+    controller → member   Welcome, Refused, Unknown, Open, CutOff, SendPlan, ReceivePlan, Expect, Go, Agreed, Verify,
                           Boundary, Decide, Alive
 
 Columns of numbers travel as little-endian 8-byte integers.
@@ -250,7 +250,7 @@ class Open(_Message, frozen=True):
     """Engines: whether something may still be on its way to them; closing their side ends that."""
 
 
-class Cut(_Message, frozen=True):
+class CutOff(_Message, frozen=True):
     """Trainers that have lost their right to write: close what they reach, now."""
 
     incarnations: list[int]
@@ -387,7 +387,7 @@ ToMember = (
     | Refused
     | Unknown
     | Open
-    | Cut
+    | CutOff
     | SendPlan
     | ReceivePlan
     | Expect

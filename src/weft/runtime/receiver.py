@@ -6,8 +6,8 @@
             if (update := receiver.poll()) is not None:      # staged, verified, decided
                 update.commit()                              # the only pause
 
-consumes      Open, Cut, Expect, Verify, Boundary, Decide from the controller; bytes that land; the engine's `poll` and
-              `commit`
+consumes      Open, CutOff, Expect, Verify, Boundary, Decide from the controller; bytes that land; the engine's `poll`
+              and `commit`
 produces      Opened, Blocked, At, Paused, Ready, Failed, Committed
 waits for     in `commit` in place: the decision        unblocked by   Decide, a lost controller, a deadline
 
@@ -42,7 +42,7 @@ from weft.runtime.messages import (
     Blocked,
     Boundary,
     Committed,
-    Cut,
+    CutOff,
     Decide,
     Expect,
     Failed,
@@ -404,7 +404,7 @@ class Receiver:
             case Open():
                 self._opening = message
                 self._open_if_possible()
-            case Cut(incarnations=incarnations):
+            case CutOff(incarnations=incarnations):
                 self._cut(set(incarnations))
             case ReceivePlan(sources=sources):
                 if self._has_patches:
@@ -446,7 +446,7 @@ class Receiver:
         can_move = self._memory.weights.rehome is not None
         beyond = self._exposure.beyond_reach(unsettled, moved=self._memory.is_live and can_move)
         if beyond and self._memory.is_live:
-            self._block(f"{named(beyond)} was lost and could still write into its live weights")
+            self._block(f"{named(beyond)} was lost and could still write into the live weights")
             return False
         with self._changed:
             if self._pending is not None:
@@ -463,7 +463,7 @@ class Receiver:
         """No version can come before lost writers have ended; the controller hears why, once."""
         message = self._opening
         assert message is not None
-        blocked = f"{self.member} waits: {reason}"
+        blocked = f"{self.member} is waiting: {reason}"
         if self._blocked != (message.round, blocked):
             self._blocked = message.round, blocked
             self._control.post(Blocked(round=message.round, reason=blocked))

@@ -379,7 +379,7 @@ class Sender:
         publication = self._publications.get(version)
         if publication is None or not publication._accept(message):
             error = publication._error if publication is not None else None
-            reason = f"{self.member} gave it up: {error or 'it is over'}"
+            reason = f"{self.member} had given it up: {error or 'it is no longer published'}"
             self._control.post(Stopped(version=version, reason=reason, has_written=False))
 
     def _open(self, number: int, names: list[str]) -> None:
