@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from weft.core.topology import load_topology as load_topology
     from weft.errors import WeftError as WeftError
     from weft.integrations.torch import weights_of as weights_of
-    from weft.runtime.controller import Controller as Controller
-    from weft.runtime.receiver import Receiver as Receiver
-    from weft.runtime.sender import Sender as Sender
+    from weft.runtime.controller.controller import Controller as Controller
+    from weft.runtime.receive.receiver import Receiver as Receiver
+    from weft.runtime.send.sender import Sender as Sender
     from weft.runtime.weights import Part as Part
     from weft.runtime.weights import Weights as Weights
     from weft.sim.simulator import simulate as simulate
@@ -31,14 +31,14 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
-    "Controller": "weft.runtime.controller",
+    "Controller": "weft.runtime.controller.controller",
     "Layout": "weft.core.layout",
     "Part": "weft.runtime.weights",
     "Piece": "weft.core.recipe",
     "Plan": "weft.core.plan",
-    "Receiver": "weft.runtime.receiver",
+    "Receiver": "weft.runtime.receive.receiver",
     "Recipe": "weft.core.recipe",
-    "Sender": "weft.runtime.sender",
+    "Sender": "weft.runtime.send.sender",
     "Shard": "weft.core.layout",
     "Tensor": "weft.core.layout",
     "Topology": "weft.core.topology",

@@ -19,9 +19,9 @@ from tests.support.waiting import wait_until  # noqa: E402
 from weft.config import TransferSettings  # noqa: E402
 from weft.errors import WeftError  # noqa: E402
 from weft.integrations.torch import weights_of  # noqa: E402
-from weft.runtime.controller import Controller  # noqa: E402
-from weft.runtime.receiver import Receiver  # noqa: E402
-from weft.runtime.sender import Sender  # noqa: E402
+from weft.runtime.controller.controller import Controller  # noqa: E402
+from weft.runtime.receive.receiver import Receiver  # noqa: E402
+from weft.runtime.send.sender import Sender  # noqa: E402
 from weft.transport.cuda_ipc import CudaIpcTransport  # noqa: E402
 
 pytestmark = pytest.mark.gpu

@@ -20,9 +20,9 @@ from weft.config import TransferSettings  # noqa: E402
 from weft.core.scaling import Scaling, scale_shape  # noqa: E402
 from weft.errors import WeftError  # noqa: E402
 from weft.integrations.torch import weights_of  # noqa: E402
-from weft.runtime.controller import Controller  # noqa: E402
-from weft.runtime.receiver import Receiver  # noqa: E402
-from weft.runtime.sender import Sender  # noqa: E402
+from weft.runtime.controller.controller import Controller  # noqa: E402
+from weft.runtime.receive.receiver import Receiver  # noqa: E402
+from weft.runtime.send.sender import Sender  # noqa: E402
 from weft.runtime.weights import Part  # noqa: E402
 from weft.transport.registry import is_installed  # noqa: E402
 

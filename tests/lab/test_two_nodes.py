@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from weft.runtime.keys import make_keys
+from weft.runtime.control.keys import make_keys
 
 pytestmark = pytest.mark.lab
 

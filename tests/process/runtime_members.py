@@ -18,9 +18,9 @@ from weft.config import TransferSettings
 from weft.core.scaling import QUANT_BLOCK, Scaling
 from weft.core.version import CommitPolicy
 from weft.errors import WeftError
-from weft.runtime.controller import Controller
-from weft.runtime.receiver import Receiver
-from weft.runtime.sender import Sender
+from weft.runtime.controller.controller import Controller
+from weft.runtime.receive.receiver import Receiver
+from weft.runtime.send.sender import Sender
 from weft.runtime.weights import Part, Weights
 
 SHAPES = {"a": (64, 48), "b": (7, 5), "c": (1000,), "d": (33, 16)}

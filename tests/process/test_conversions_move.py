@@ -18,7 +18,7 @@ from weft.codec import fp8
 from weft.core.scaling import Scaling
 from weft.errors import ConfigError, LayoutError, ProtocolError, VersionError
 from weft.integrations.torch import weights_of
-from weft.runtime import mirror
+from weft.runtime.send import mirror
 from weft.runtime.weights import Part, Weights
 
 SHAPES = {"a": (520, 700), "b": (130, 257), "c": (1000,), "d": (300, 128)}

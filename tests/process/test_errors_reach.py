@@ -16,10 +16,10 @@ from tests.process.runtime_members import Process
 from tests.support.waiting import wait_until
 from weft.config import TransferSettings
 from weft.errors import AuthError, PeerLost, ProtocolError, TransferTimeout, VersionError, WeftError
-from weft.runtime.controller import Controller
-from weft.runtime.keys import controller_security, make_keys, member_security
-from weft.runtime.receiver import Receiver
-from weft.runtime.sender import Sender
+from weft.runtime.control.keys import controller_security, make_keys, member_security
+from weft.runtime.controller.controller import Controller
+from weft.runtime.receive.receiver import Receiver
+from weft.runtime.send.sender import Sender
 from weft.runtime.weights import Weights
 
 BOUND_S = 30.0

@@ -15,10 +15,10 @@ import zmq
 from tests.process.runtime_members import Fleet, Process
 from tests.support.raw_member import join_message
 from weft.config import TransferSettings
-from weft.runtime.channel import Client, Server
-from weft.runtime.controller import Controller
-from weft.runtime.fragments import FRAGMENT_BYTES, HEADER, Kind, cut, pack_frame
-from weft.runtime.messages import PROTOCOL, Alive, Beat, ToController, ToMember, Welcome
+from weft.runtime.control.channel import Client, Server
+from weft.runtime.control.fragments import FRAGMENT_BYTES, HEADER, Kind, cut, pack_frame
+from weft.runtime.control.messages import PROTOCOL, Alive, Beat, ToController, ToMember, Welcome
+from weft.runtime.controller.controller import Controller
 from weft.transport.registry import place_here
 
 BOUND_S = 60.0

@@ -11,8 +11,7 @@ from tests.support.raw_member import SOON_S, RawMember
 from tests.support.waiting import wait_until
 from weft.config import TransferSettings
 from weft.errors import WeftError
-from weft.runtime.controller import Controller
-from weft.runtime.messages import (
+from weft.runtime.control.messages import (
     Alive,
     At,
     Committed,
@@ -30,8 +29,9 @@ from weft.runtime.messages import (
     Welcome,
     Written,
 )
-from weft.runtime.receiver import Receiver
-from weft.runtime.sender import Sender
+from weft.runtime.controller.controller import Controller
+from weft.runtime.receive.receiver import Receiver
+from weft.runtime.send.sender import Sender
 from weft.runtime.weights import Weights
 
 SETTINGS = TransferSettings(silence_s=5.0, beat_s=0.2, version_s=30.0)

@@ -7,7 +7,7 @@ import pytest
 from tests.process.runtime_members import Process, constant_trainer, lockstep_engine
 from tests.support.processes import quick_context
 from weft.config import TransferSettings
-from weft.runtime.controller import Controller
+from weft.runtime.controller.controller import Controller
 
 NUM_VERSIONS = 100
 

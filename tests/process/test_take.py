@@ -9,9 +9,9 @@ import pytest
 
 from weft.config import TransferSettings
 from weft.errors import TransferTimeout
-from weft.runtime.controller import Controller
-from weft.runtime.receiver import Receiver
-from weft.runtime.sender import Sender
+from weft.runtime.controller.controller import Controller
+from weft.runtime.receive.receiver import Receiver
+from weft.runtime.send.sender import Sender
 from weft.runtime.weights import Weights
 
 NUM_VERSIONS = 20

@@ -13,7 +13,7 @@ from tests.support.arena import Arena
 from tests.support.fp8_reference import quantized
 from weft.core.scaling import Scaling, block_sides, scale_shape
 from weft.integrations.torch import weights_of
-from weft.runtime import grids
+from weft.runtime.compile import grids
 from weft.runtime.weights import Part
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.float8_e4m3fn}

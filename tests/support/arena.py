@@ -8,9 +8,9 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Self
 
 from weft.config import TransferSettings
-from weft.runtime.controller import Controller
-from weft.runtime.receiver import Receiver
-from weft.runtime.sender import Publication, Sender
+from weft.runtime.controller.controller import Controller
+from weft.runtime.receive.receiver import Receiver
+from weft.runtime.send.sender import Publication, Sender
 from weft.runtime.weights import Weights
 
 WAIT_S = 20.0

@@ -7,8 +7,8 @@ import time
 from typing import Any, Self, TypeVar
 
 from weft.errors import WeftError
-from weft.runtime.channel import Client
-from weft.runtime.messages import PROTOCOL, Beat, HeldShard, Join, Offer, Open, Opened, ToMember
+from weft.runtime.control.channel import Client
+from weft.runtime.control.messages import PROTOCOL, Beat, HeldShard, Join, Offer, Open, Opened, ToMember
 from weft.transport.base import Descriptor, Endpoint
 from weft.transport.host import ProcessIdentity
 from weft.transport.registry import place_here

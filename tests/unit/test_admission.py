@@ -10,8 +10,7 @@ import pytest
 
 from weft.core.version import MAX_STEP
 from weft.errors import LayoutError, ProtocolError, WeftError
-from weft.runtime.admission import check_join, check_opened, check_side, check_written, unbelievable
-from weft.runtime.messages import (
+from weft.runtime.control.messages import (
     Beat,
     Committed,
     HeldShard,
@@ -26,6 +25,7 @@ from weft.runtime.messages import (
     Want,
     Written,
 )
+from weft.runtime.controller.admission import check_join, check_opened, check_side, check_written, unbelievable
 from weft.transport.base import Descriptor, Endpoint
 from weft.transport.host import ProcessIdentity
 from weft.transport.registry import place_here

@@ -9,8 +9,8 @@ import sys
 import msgspec
 import pytest
 
-from weft.runtime.exposure import Exposure, has_ended
-from weft.runtime.messages import Writer
+from weft.runtime.control.messages import Writer
+from weft.runtime.receive.exposure import Exposure, has_ended
 from weft.transport.host import ProcessIdentity
 from weft.transport.registry import is_cut_by_closing, place_here
 

@@ -6,7 +6,17 @@ import random
 
 import pytest
 
-from weft.runtime.fragments import FRAGMENT_BYTES, HEADER, Assembly, FragmentError, Frame, GapError, Kind, cut, parse
+from weft.runtime.control.fragments import (
+    FRAGMENT_BYTES,
+    HEADER,
+    Assembly,
+    FragmentError,
+    Frame,
+    GapError,
+    Kind,
+    cut,
+    parse,
+)
 
 SIZES = [0, 1, FRAGMENT_BYTES - 1, FRAGMENT_BYTES, FRAGMENT_BYTES + 1, 3 * FRAGMENT_BYTES, 3 * FRAGMENT_BYTES + 7]
 

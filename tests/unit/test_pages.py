@@ -14,9 +14,9 @@ import pytest
 from weft import native
 from weft.config import TransferSettings
 from weft.errors import RegistrationError
-from weft.runtime.controller import Controller
-from weft.runtime.receiver import Receiver
-from weft.runtime.sender import Sender
+from weft.runtime.controller.controller import Controller
+from weft.runtime.receive.receiver import Receiver
+from weft.runtime.send.sender import Sender
 from weft.runtime.weights import Weights
 from weft.transport.base import ordinary_memory
 from weft.transport.pages import Pages

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from weft.errors import ConfigError, ProtocolError, TransferTimeout, VersionError, WeftError
 from weft.events import busy_seconds
-from weft.runtime.amax import AmaxExchange
-from weft.runtime.pipeline import Flow, Room, Stage, run, run_in_turn
+from weft.runtime.controller.amax import AmaxExchange
+from weft.runtime.send.pipeline import Flow, Room, Stage, run, run_in_turn
 
 RUNNERS = [run, run_in_turn]
 

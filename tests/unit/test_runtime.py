@@ -19,10 +19,10 @@ from weft.errors import (
     VersionError,
     WeftError,
 )
-from weft.runtime.controller import Controller
-from weft.runtime.keys import KeyRing, load_keys, load_public, make_keys
-from weft.runtime.receiver import Receiver
-from weft.runtime.sender import Sender
+from weft.runtime.control.keys import KeyRing, load_keys, load_public, make_keys
+from weft.runtime.controller.controller import Controller
+from weft.runtime.receive.receiver import Receiver
+from weft.runtime.send.sender import Sender
 from weft.runtime.weights import Part, Weights
 from weft.transport.local import Faults, LocalNetwork, LocalTransport
 

@@ -14,7 +14,7 @@ from typing import Any
 from weft.bench import gathering, payload
 from weft.bench.fleet import Fleet
 from weft.config import ReceiverMode, TransferSettings
-from weft.runtime.controller import Controller
+from weft.runtime.controller.controller import Controller
 
 Say = Callable[[str], None]
 WARM_UP = 1

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import numpy as np
 
 from weft import native
-from weft.runtime.sender import Sender
+from weft.runtime.send.sender import Sender
 from weft.transport.nixl import NixlTransport
 
 Span = tuple[float, float]

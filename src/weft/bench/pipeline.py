@@ -13,7 +13,7 @@ from typing import Any
 
 from weft.bench.fleet import Fleet
 from weft.config import MIB, DeltaPolicy, ReceiverMode, TransferSettings
-from weft.runtime.controller import Controller
+from weft.runtime.controller.controller import Controller
 
 Say = Callable[[str], None]
 WARM_UP = 1

@@ -21,7 +21,7 @@ from weft.bench.prediction import Rates, predict
 from weft.config import DeltaPolicy, DigestPolicy, ReceiverMode, TransferSettings
 from weft.core.model import Model
 from weft.errors import ConfigError
-from weft.runtime.controller import Controller
+from weft.runtime.controller.controller import Controller
 from weft.transport.registry import is_installed
 
 Say = Callable[[str], None]

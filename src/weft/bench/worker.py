@@ -22,9 +22,9 @@ from weft.bench import baselines, gathering, limits, payload
 from weft.bench.limited import LimitedShm
 from weft.events import busy_seconds
 from weft.integrations.torch import weights_of
-from weft.runtime.pipeline import run, run_in_turn
-from weft.runtime.receiver import Receiver
-from weft.runtime.sender import Publication, Sender
+from weft.runtime.receive.receiver import Receiver
+from weft.runtime.send.pipeline import run, run_in_turn
+from weft.runtime.send.sender import Publication, Sender
 from weft.runtime.weights import Weights
 
 WAIT_S = 120.0

@@ -16,8 +16,8 @@ from weft.cli.case_options import Ignore, Json
 from weft.cli.output import err, print_json
 from weft.config import DeltaPolicy, DigestPolicy, TransferSettings
 from weft.core.version import CommitPolicy
-from weft.runtime.controller import Controller
-from weft.runtime.keys import controller_security
+from weft.runtime.control.keys import controller_security
+from weft.runtime.controller.controller import Controller
 
 
 def controller_command(

@@ -9,7 +9,7 @@ import typer
 
 from weft.cli.case_options import Json
 from weft.cli.output import err, print_json, print_text
-from weft.runtime.keys import make_keys
+from weft.runtime.control.keys import make_keys
 
 
 def keys_command(

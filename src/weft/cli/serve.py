@@ -32,7 +32,7 @@ def serve_command(
         from weft.integrations.hf_server import make_app  # noqa: PLC0415
     except ImportError as error:
         raise ConfigError(f"`weft serve` needs {error.name}", hint="pip install 'weft[hf]'") from error
-    from weft.runtime.keys import member_security  # noqa: PLC0415
+    from weft.runtime.control.keys import member_security  # noqa: PLC0415
 
     if not (model / "config.json").is_file():
         raise ConfigError(f"`{model}` has no config.json", hint="give the folder of a Hugging Face checkpoint")

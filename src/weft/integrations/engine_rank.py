@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from weft.errors import VersionError, WeftError
-from weft.runtime.receiver import Receiver
+from weft.runtime.receive.receiver import Receiver
 
 log = logging.getLogger(__name__)
 

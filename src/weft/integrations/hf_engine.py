@@ -22,7 +22,7 @@ import torch
 
 from weft.errors import ConfigError, IntegrityError, WeftError
 from weft.integrations.hf import checkpoint_weights
-from weft.runtime.receiver import Receiver
+from weft.runtime.receive.receiver import Receiver
 
 COMMIT_S = 120.0
 IDLE_S = 0.005

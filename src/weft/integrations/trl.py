@@ -19,8 +19,8 @@ import torch
 from weft.config import TransferSettings
 from weft.errors import TransferTimeout
 from weft.integrations.staged import StagedTensors
-from weft.runtime.controller import Controller
-from weft.runtime.sender import Sender
+from weft.runtime.controller.controller import Controller
+from weft.runtime.send.sender import Sender
 
 
 class WeftWeightTransfer:

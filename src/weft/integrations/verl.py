@@ -37,10 +37,10 @@ from weft.config import TransferSettings
 from weft.errors import LayoutError, VersionError
 from weft.integrations.dtypes import NAMES
 from weft.integrations.torch import weights_of, weights_of_tensors
-from weft.runtime.controller import Controller
-from weft.runtime.keys import Grant, KeyRing, new_keys
-from weft.runtime.receiver import Receiver
-from weft.runtime.sender import Sender
+from weft.runtime.control.keys import Grant, KeyRing, new_keys
+from weft.runtime.controller.controller import Controller
+from weft.runtime.receive.receiver import Receiver
+from weft.runtime.send.sender import Sender
 from weft.runtime.weights import Part
 
 SPLIT_BYTES = 1 << 20

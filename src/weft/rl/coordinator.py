@@ -45,8 +45,8 @@ from weft.rl.messages import (
 from weft.rl.record import Commit, Iteration, Record, Version
 from weft.rl.settings import LoopSettings, Method
 from weft.rl.tasks import load_task
-from weft.runtime.channel import Server
-from weft.runtime.controller import ControllerStatistics
+from weft.runtime.control.channel import Server
+from weft.runtime.controller.controller import ControllerStatistics
 
 POLL_S = 0.05
 MAX_JOB = 512

@@ -39,7 +39,7 @@ from weft.rl.rank import run_rank
 from weft.rl.record import Record
 from weft.rl.settings import LoopSettings
 from weft.rl.tasks import load_task
-from weft.runtime.keys import controller_security
+from weft.runtime.control.keys import controller_security
 
 TICK_S = 0.1
 STOP_S = 5.0

@@ -16,8 +16,8 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from weft.errors import PeerLost
 from weft.rl.messages import ToMember
 from weft.rl.settings import LoopSettings
-from weft.runtime.channel import Client, Reset
-from weft.runtime.keys import member_security
+from weft.runtime.control.channel import Client, Reset
+from weft.runtime.control.keys import member_security
 
 LISTEN_S = 0.2
 

@@ -25,7 +25,7 @@ from weft.rl.messages import Sent
 from weft.rl.settings import LoopSettings, Method
 
 if TYPE_CHECKING:
-    from weft.runtime.sender import Publication
+    from weft.runtime.send.sender import Publication
 
 
 ATTEMPTS = 1_000

@@ -8,8 +8,8 @@ from typing import Any
 from weft.config import CompressionPolicy, TransferSettings
 from weft.devices import CPU
 from weft.errors import ConfigError
-from weft.runtime.channel import own_address
-from weft.runtime.messages import Offer
+from weft.runtime.control.channel import own_address
+from weft.runtime.control.messages import Offer
 from weft.transport.base import Descriptor, Memory, Transport
 from weft.transport.registry import Place, open_transport, place_here
 

@@ -21,9 +21,9 @@ from tests.process.storm.gate import WriteGate
 from tests.process.storm.settings import StormSettings
 from weft.config import TransferSettings
 from weft.errors import WeftError
-from weft.runtime.controller import Controller
-from weft.runtime.receiver import Receiver, Update
-from weft.runtime.sender import Publication, Sender
+from weft.runtime.controller.controller import Controller
+from weft.runtime.receive.receiver import Receiver, Update
+from weft.runtime.send.sender import Publication, Sender
 from weft.runtime.weights import Weights
 from weft.transport.base import Memory
 

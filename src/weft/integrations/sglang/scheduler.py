@@ -39,8 +39,8 @@ from weft.integrations.engine_rank import EngineRank
 from weft.integrations.torch import weights_of_pieces
 from weft.integrations.touching import touched_modules
 from weft.integrations.tracing import trace_loader
-from weft.runtime.keys import member_security
-from weft.runtime.receiver import Receiver
+from weft.runtime.control.keys import member_security
+from weft.runtime.receive.receiver import Receiver
 from weft.runtime.weights import Weights
 
 log = logging.getLogger("sglang.weft")

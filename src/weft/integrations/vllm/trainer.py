@@ -24,8 +24,8 @@ from weft.integrations.hf import checkpoint_weights
 from weft.integrations.staged import StagedTensors
 from weft.integrations.torch import weights_of
 from weft.integrations.vllm import BACKEND
-from weft.runtime.controller import Controller
-from weft.runtime.sender import Publication, Sender
+from weft.runtime.controller.controller import Controller
+from weft.runtime.send.sender import Publication, Sender
 from weft.runtime.weights import Weights
 
 HEAD_START_S = 5.0

@@ -28,8 +28,8 @@ from weft.config import EngineSettings, engine_settings
 from weft.errors import WeftError
 from weft.integrations.engine_rank import EngineRank
 from weft.integrations.vllm.loading import LoadedModel
-from weft.runtime.keys import member_security
-from weft.runtime.receiver import Receiver
+from weft.runtime.control.keys import member_security
+from weft.runtime.receive.receiver import Receiver
 
 log = logging.getLogger("vllm.weft")
 

@@ -12,9 +12,9 @@ from weft.config import DeltaPolicy, StagingPolicy, TransferSettings
 from weft.core.layout import DTYPE_BYTES
 from weft.core.plan import Plan
 from weft.errors import PlanError
-from weft.runtime.grids import Groups, trainer_grids
-from weft.runtime.link_rows import LinkRows, Places, PlanTables, link_rows
-from weft.runtime.messages import Join, Opened, ReceivePlan, SendPlan, Source, Target, pack
+from weft.runtime.compile.grids import Groups, trainer_grids
+from weft.runtime.compile.link_rows import LinkRows, Places, PlanTables, link_rows
+from weft.runtime.control.messages import Join, Opened, ReceivePlan, SendPlan, Source, Target, pack
 
 ALIGN = 256
 """Shards begin at multiples of this in an engine rank's digest space."""

@@ -26,9 +26,8 @@ import numpy as np
 from weft.devices import device_work
 from weft.errors import ProtocolError, TransferTimeout, VersionError, WeftError
 from weft.events import Event
-from weft.runtime.job import Job, Sent
-from weft.runtime.member import ControlThread
-from weft.runtime.messages import (
+from weft.runtime.control.member import ControlThread
+from weft.runtime.control.messages import (
     Agreed,
     Decide,
     Failed,
@@ -44,10 +43,11 @@ from weft.runtime.messages import (
     Want,
     Written,
 )
-from weft.runtime.mirror import Mirror
-from weft.runtime.pipeline import run
-from weft.runtime.sending import Sending
-from weft.runtime.stages import RunStages, send_version
+from weft.runtime.send.job import Job, Sent
+from weft.runtime.send.mirror import Mirror
+from weft.runtime.send.pipeline import run
+from weft.runtime.send.sending import Sending
+from weft.runtime.send.stages import RunStages, send_version
 from weft.runtime.transports import OpenTransports
 from weft.runtime.weights import Held, Weights
 from weft.transport.base import Batch, Transport

@@ -14,7 +14,7 @@ from typing import Any, get_args
 from weft.core.layout import DTYPE_BYTES, MAX_DIMS, MAX_TENSOR_DIM, Shard, shard_problem
 from weft.core.version import MAX_FIRST, MAX_STEP, MAX_VERSION
 from weft.errors import LayoutError, ProtocolError
-from weft.runtime.messages import FromEngine, FromTrainer, HeldShard, Join, Opened, Written
+from weft.runtime.control.messages import FromEngine, FromTrainer, HeldShard, Join, Opened, Written
 
 MAX_SHARDS = 1_000_000
 MAX_RUNS = 1 << 22

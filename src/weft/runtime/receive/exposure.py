@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 
-from weft.runtime.messages import Offered, Writer
+from weft.runtime.control.messages import Offered, Writer
 from weft.transport.host import process_has_ended
 from weft.transport.registry import Place, is_cut_by_closing
 

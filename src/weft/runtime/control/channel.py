@@ -40,7 +40,7 @@ import zmq.utils.monitor
 import zmq.utils.z85
 
 from weft.errors import AuthError, ConfigError, ProtocolError
-from weft.runtime.fragments import (
+from weft.runtime.control.fragments import (
     MAX_FRAME_BYTES,
     Assembly,
     FragmentError,
@@ -51,7 +51,7 @@ from weft.runtime.fragments import (
     pack_frame,
     parse,
 )
-from weft.runtime.keys import REREAD_S, KeyRing, Keys
+from weft.runtime.control.keys import REREAD_S, KeyRing, Keys
 
 MAX_MESSAGE_BYTES = 256 << 20
 MAX_BACKLOG_BYTES = 2 * MAX_MESSAGE_BYTES

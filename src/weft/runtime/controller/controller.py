@@ -34,21 +34,10 @@ from weft.core.plan import Plan
 from weft.core.topology import Cluster, load_topology
 from weft.core.version import CommitPolicy, Decision, VersionLedger
 from weft.errors import ConfigError, LayoutError, PlanError, ProtocolError, VersionError, WeftError
-from weft.runtime.admission import (
-    check_join,
-    check_opened,
-    check_side,
-    check_step,
-    check_version,
-    check_written,
-    claim,
-    unbelievable,
-)
-from weft.runtime.amax import AmaxExchange
-from weft.runtime.channel import BURST_SPIN_S, SPIN_S, Invalid, Server
-from weft.runtime.matching import plan_members
-from weft.runtime.membership import Member, Membership
-from weft.runtime.messages import (
+from weft.runtime.compile.matching import plan_members
+from weft.runtime.compile.parts import Parts
+from weft.runtime.control.channel import BURST_SPIN_S, SPIN_S, Invalid, Server
+from weft.runtime.control.messages import (
     PROTOCOL,
     STEPS_AHEAD,
     Agreed,
@@ -81,8 +70,19 @@ from weft.runtime.messages import (
     Written,
     unpack,
 )
-from weft.runtime.parts import Parts
-from weft.runtime.transfer import Transfer
+from weft.runtime.controller.admission import (
+    check_join,
+    check_opened,
+    check_side,
+    check_step,
+    check_version,
+    check_written,
+    claim,
+    unbelievable,
+)
+from weft.runtime.controller.amax import AmaxExchange
+from weft.runtime.controller.membership import Member, Membership
+from weft.runtime.controller.transfer import Transfer
 from weft.transport.registry import Choice
 
 log = logging.getLogger(__name__)

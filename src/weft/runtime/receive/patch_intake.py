@@ -16,10 +16,10 @@ from weft.codec.patching import patcher_for
 from weft.config import ReceiverMode
 from weft.devices import device_work
 from weft.errors import IntegrityError, TransferTimeout
-from weft.runtime.arrivals import Stream
-from weft.runtime.incoming import Incoming, Patches
-from weft.runtime.landing import Rows
-from weft.runtime.messages import Part, Source
+from weft.runtime.control.messages import Part, Source
+from weft.runtime.receive.arrivals import Stream
+from weft.runtime.receive.incoming import Incoming, Patches
+from weft.runtime.receive.landing import Rows
 
 
 @dataclass(frozen=True, kw_only=True)

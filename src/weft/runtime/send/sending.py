@@ -13,13 +13,13 @@ from weft.codec.patching import patcher_for
 from weft.config import DeltaPolicy, DigestPolicy, StagingPolicy, TransferSettings
 from weft.devices import CPU
 from weft.errors import TransportError
-from weft.runtime.grids import held_grid
-from weft.runtime.job import Chunk, Link
+from weft.runtime.compile.grids import held_grid
+from weft.runtime.control.messages import SendPlan, Target, unpack
 from weft.runtime.memory import own_memory
-from weft.runtime.messages import SendPlan, Target, unpack
-from weft.runtime.mirror import Mirror
-from weft.runtime.outgoing import Outgoing
-from weft.runtime.pipeline import Room
+from weft.runtime.send.job import Chunk, Link
+from weft.runtime.send.mirror import Mirror
+from weft.runtime.send.outgoing import Outgoing
+from weft.runtime.send.pipeline import Room
 from weft.runtime.transports import OpenTransports
 from weft.transport.base import Batch, Column, Handle, Memory
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from weft.core.plan import Plan
 from weft.core.version import Decision
-from weft.runtime.messages import Part
+from weft.runtime.control.messages import Part
 
 
 @dataclass(slots=True)

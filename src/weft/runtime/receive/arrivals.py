@@ -15,7 +15,7 @@ import numpy as np
 from weft.config import DigestPolicy
 from weft.devices import DeviceWork
 from weft.errors import IntegrityError
-from weft.runtime.messages import Part, Source, unpack
+from weft.runtime.control.messages import Part, Source, unpack
 from weft.runtime.transports import OpenTransports
 from weft.transport.base import Column, joined_rows
 

@@ -18,7 +18,7 @@ from weft.codec.memory import memory_view
 from weft.codec.patching import Patcher
 from weft.config import CompressionPolicy, DeltaPolicy, StagingPolicy, TransferSettings
 from weft.core.recipe import Op
-from weft.runtime.messages import Target, unpack
+from weft.runtime.control.messages import Target, unpack
 from weft.transport.base import Column, Memory
 
 ALIGN = 64

@@ -33,10 +33,8 @@ from typing import Any, Self
 from weft.config import CompressionPolicy, DeltaPolicy, DigestPolicy, ReceiverMode
 from weft.devices import CPU, device_work
 from weft.errors import IntegrityError, ProtocolError, TransferTimeout, WeftError
-from weft.runtime.arrivals import STEP_BYTES, Arrivals, Stream, spare_core
-from weft.runtime.exposure import Exposure, has_ended, named
-from weft.runtime.member import ControlThread
-from weft.runtime.messages import (
+from weft.runtime.control.member import ControlThread
+from weft.runtime.control.messages import (
     STEPS_AHEAD,
     At,
     Blocked,
@@ -55,9 +53,11 @@ from weft.runtime.messages import (
     Verify,
     Writer,
 )
-from weft.runtime.patch_intake import PatchIntake, Target
-from weft.runtime.reachable import ReachableMemory
-from weft.runtime.sender import held_shard
+from weft.runtime.receive.arrivals import STEP_BYTES, Arrivals, Stream, spare_core
+from weft.runtime.receive.exposure import Exposure, has_ended, named
+from weft.runtime.receive.patch_intake import PatchIntake, Target
+from weft.runtime.receive.reachable import ReachableMemory
+from weft.runtime.send.sender import held_shard
 from weft.runtime.transports import OpenTransports
 from weft.runtime.weights import Weights
 from weft.transport.base import Transport

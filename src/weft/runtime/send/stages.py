@@ -18,10 +18,10 @@ from collections.abc import Callable, Sequence
 
 from weft.config import DeltaPolicy
 from weft.errors import TransportError
-from weft.runtime.job import Chunk, Job, Link, Sent
-from weft.runtime.messages import Amax
-from weft.runtime.pipeline import Flow, Stage, run
-from weft.runtime.sending import Sending
+from weft.runtime.control.messages import Amax
+from weft.runtime.send.job import Chunk, Job, Link, Sent
+from weft.runtime.send.pipeline import Flow, Stage, run
+from weft.runtime.send.sending import Sending
 from weft.transport.base import Batch, Ticket
 
 Posted = list[tuple[int, Ticket]]

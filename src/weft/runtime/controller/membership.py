@@ -15,8 +15,8 @@ import msgspec
 
 from weft.config import DeltaPolicy, ReceiverMode, TransferSettings
 from weft.errors import ProtocolError
-from weft.runtime.channel import member_of, parse_member
-from weft.runtime.messages import Join, Opened
+from weft.runtime.control.channel import member_of, parse_member
+from weft.runtime.control.messages import Join, Opened
 from weft.transport.registry import Choice, choose
 
 Side = Literal["trainer", "engine"]

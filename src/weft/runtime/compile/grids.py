@@ -16,7 +16,7 @@ from weft.core.layout import DTYPE_BYTES
 from weft.core.plan import Plan
 from weft.core.recipe import Op
 from weft.core.scaling import Scaling
-from weft.runtime.messages import QuantGrid, pack, unpack
+from weft.runtime.control.messages import QuantGrid, pack, unpack
 
 GROUP_BYTES = 64 << 20
 """Weights of one trainer whose magnitudes are exchanged at once, at least."""

@@ -13,8 +13,8 @@ from weft.codec.memory import Bytes, memory_view
 from weft.codec.patching import Patcher
 from weft.errors import CodecError
 from weft.native import Column
-from weft.runtime.arrivals import Stream
-from weft.runtime.messages import Part, Source, unpack
+from weft.runtime.control.messages import Part, Source, unpack
+from weft.runtime.receive.arrivals import Stream
 
 
 @dataclass(frozen=True, kw_only=True)

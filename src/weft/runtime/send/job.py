@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 
 from weft.codec.memory import Floats
 from weft.errors import WeftError
-from weft.runtime.messages import Go
-from weft.runtime.outgoing import Outgoing
-from weft.runtime.pipeline import Flow
+from weft.runtime.control.messages import Go
+from weft.runtime.send.outgoing import Outgoing
+from weft.runtime.send.pipeline import Flow
 from weft.transport.base import Batch, Ticket
 
 

@@ -17,7 +17,7 @@ from weft.core.recipe import Op, Piece, Recipe, ignored_tensors
 from weft.core.scaling import Scaling, scale_shape
 from weft.core.topology import Cluster
 from weft.errors import LayoutError
-from weft.runtime.messages import HeldShard, Join
+from weft.runtime.control.messages import HeldShard, Join
 
 FP8 = "fp8_e4m3"
 QUANTIZABLE = ("bf16", "fp32")

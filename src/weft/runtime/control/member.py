@@ -18,8 +18,8 @@ from typing import Any, Protocol
 
 from weft.config import TransferSettings
 from weft.errors import PeerLost, ProtocolError, WeftError
-from weft.runtime.channel import BURST_SPIN_S, SPIN_S, Client, Reset
-from weft.runtime.messages import PROTOCOL, Alive, Beat, Join, Leave, Refused, ToMember, Unknown, Welcome
+from weft.runtime.control.channel import BURST_SPIN_S, SPIN_S, Client, Reset
+from weft.runtime.control.messages import PROTOCOL, Alive, Beat, Join, Leave, Refused, ToMember, Unknown, Welcome
 
 CLOSE_S = 10.0
 GOODBYE_S = 0.05

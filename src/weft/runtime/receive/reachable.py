@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from weft.runtime.landing import Landing, in_live, in_staging, patch_bytes
-from weft.runtime.messages import Opened, Writer
+from weft.runtime.control.messages import Opened, Writer
+from weft.runtime.receive.landing import Landing, in_live, in_staging, patch_bytes
 from weft.runtime.transports import OpenTransports
 from weft.runtime.weights import Weights
 from weft.transport.base import Memory

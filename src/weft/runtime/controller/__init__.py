@@ -1,0 +1,1 @@
+"""The controller: its loop, the members it knows, the version that is open."""

@@ -1,0 +1,1 @@
+"""A trainer's side: publications, and how versions leave."""
