@@ -16,7 +16,7 @@
 #include <string.h>
 #include <sys/uio.h>
 
-#define MAX_COLUMNS 5
+#define MAX_COLUMNS 10
 #define MAX_THREADS 64
 #define IOVECS_PER_CALL 1024              /* the kernel's limit */
 #define BYTES_PER_CALL ((uint64_t)1 << 30) /* larger requests return short */
@@ -281,6 +281,107 @@ static void copy_digest_share(Share *share) {
     free(sums);
 }
 
+/* Planes: `rows` runs of `length` bytes each, `dst_stride` and `src_stride` bytes apart. Neighbouring planes with the same
+ * bundle number have equally many rows and are walked together, row by row: what several engines take of one source row is
+ * read from memory once. */
+enum { PLANE_DST, PLANE_SRC, PLANE_ROWS, PLANE_LENGTH, PLANE_DST_STRIDE, PLANE_SRC_STRIDE, PLANE_BUNDLE, PLANE_POSITION, PLANE_POSITION_STRIDE, PLANE_GROUP };
+
+typedef struct PlaneShare {
+    const Columns *columns;
+    uint64_t begin, end; /* rows that begin at these bytes, all bundles laid one after the other */
+    uint64_t *sums;
+    uint64_t num_sums;
+    uint64_t result;
+    int copying, digesting;
+} PlaneShare;
+
+static inline uint64_t plane_row(const PlaneShare *share, Py_ssize_t i, uint64_t row) {
+    const uint64_t *const *column = (const uint64_t *const *)share->columns->column;
+    unsigned char *dst = (unsigned char *)(uintptr_t)(column[PLANE_DST][i] + row * column[PLANE_DST_STRIDE][i]);
+    const unsigned char *src = (const unsigned char *)(uintptr_t)(column[PLANE_SRC][i] + row * column[PLANE_SRC_STRIDE][i]);
+    uint64_t length = column[PLANE_LENGTH][i];
+    if (!share->digesting || column[PLANE_GROUP][i] >= share->num_sums) {
+        if (share->copying) copy_row(dst, src, length);
+        return 0;
+    }
+    uint64_t position = column[PLANE_POSITION][i] + row * column[PLANE_POSITION_STRIDE][i];
+    return share->copying ? digest_run(1, dst, src, length, position) : digest_run(0, NULL, src, length, position);
+}
+
+static void *plane_share_run(void *argument) {
+    PlaneShare *share = (PlaneShare *)argument;
+    const Columns *columns = share->columns;
+    const uint64_t *rows = columns->column[PLANE_ROWS], *length = columns->column[PLANE_LENGTH], *bundle = columns->column[PLANE_BUNDLE];
+    uint64_t *sums = share->digesting ? (uint64_t *)calloc(share->num_sums + 1, sizeof(uint64_t)) : NULL;
+    if (share->digesting && !sums) return NULL; /* they stay wrong, which is noticed */
+    uint64_t position = 0;
+    for (Py_ssize_t first = 0, next; first < columns->num_rows && position < share->end; first = next) {
+        uint64_t width = 0;
+        for (next = first; next < columns->num_rows && bundle[next] == bundle[first]; next++) width += length[next];
+        uint64_t total = width * rows[first];
+        if (total > 0 && position + total > share->begin) {
+            uint64_t from = position < share->begin ? (share->begin - position + width - 1) / width : 0;
+            uint64_t to = position + total > share->end ? (share->end - position + width - 1) / width : rows[first];
+            for (uint64_t row = from; row < to; row++) {
+                for (Py_ssize_t i = first; i < next; i++) {
+                    uint64_t found = plane_row(share, i, row);
+                    if (sums && columns->column[PLANE_GROUP][i] < share->num_sums) sums[columns->column[PLANE_GROUP][i]] += found;
+                }
+            }
+            if (to > from) share->result += (to - from) * width;
+        }
+        position += total;
+    }
+    for (uint64_t g = 0; sums && g < share->num_sums; g++) __atomic_fetch_add(&share->sums[g], sums[g], __ATOMIC_RELAXED);
+    free(sums);
+    return NULL;
+}
+
+/* walk_planes(dst, src, rows, length, dst_stride, src_stride, bundle[, position, position_stride, group], sums, copying, threads) */
+static PyObject *native_walk_planes(PyObject *self, PyObject *args) {
+    (void)self;
+    PyObject *table, *into, *objects[MAX_COLUMNS];
+    int copying, num_threads;
+    if (!PyArg_ParseTuple(args, "O!Opi:walk_planes", &PyTuple_Type, &table, &into, &copying, &num_threads)) return NULL;
+    int num_columns = (int)PyTuple_GET_SIZE(table), digesting = num_columns == MAX_COLUMNS;
+    if (!digesting && num_columns != PLANE_BUNDLE + 1) {
+        PyErr_SetString(PyExc_TypeError, "expected 7 columns, or 10 with positions");
+        return NULL;
+    }
+    for (int i = 0; i < num_columns; i++) objects[i] = PyTuple_GET_ITEM(table, i);
+    Py_buffer sums;
+    if (PyObject_GetBuffer(into, &sums, PyBUF_C_CONTIGUOUS | PyBUF_WRITABLE) < 0) return NULL;
+    Columns columns;
+    if (columns_get(&columns, objects, num_columns) < 0) {
+        PyBuffer_Release(&sums);
+        return NULL;
+    }
+    uint64_t total = 0, result = 0;
+    Py_BEGIN_ALLOW_THREADS
+    for (Py_ssize_t i = 0; i < columns.num_rows; i++) total += columns.column[PLANE_ROWS][i] * columns.column[PLANE_LENGTH][i];
+    if (num_threads < 1 || total < ((uint64_t)1 << 20)) num_threads = 1;
+    if (num_threads > MAX_THREADS) num_threads = MAX_THREADS;
+    PlaneShare shares[MAX_THREADS];
+    pthread_t threads[MAX_THREADS];
+    int started[MAX_THREADS] = {0};
+    uint64_t step = total / (uint64_t)num_threads;
+    for (int t = 0; t < num_threads; t++) {
+        uint64_t end = t + 1 == num_threads ? total : step * (uint64_t)(t + 1);
+        shares[t] = (PlaneShare){&columns, step * (uint64_t)t, end, (uint64_t *)sums.buf, (uint64_t)sums.len / 8, 0, copying, digesting};
+        if (t > 0) started[t] = pthread_create(&threads[t], NULL, plane_share_run, &shares[t]) == 0;
+    }
+    plane_share_run(&shares[0]);
+    for (int t = 0; t < num_threads; t++) {
+        if (t > 0 && started[t]) pthread_join(threads[t], NULL);
+        else if (t > 0) plane_share_run(&shares[t]); /* no thread to be had: do it here */
+        result += shares[t].result;
+    }
+    Py_END_ALLOW_THREADS
+    columns_release(&columns);
+    PyBuffer_Release(&sums);
+    return PyLong_FromUnsignedLongLong(result);
+}
+
 /* The functions all look alike: columns, then the number of threads. */
 static PyObject *run(PyObject *args, int num_columns, void (*work)(Share *)) {
     PyObject *objects[MAX_COLUMNS];
@@ -418,6 +519,7 @@ static PyMethodDef methods[] = {
     {"copy", native_copy, METH_VARARGS, "copy(dst, src, length, num_threads) -> bytes copied"},
     {"digest", native_digest, METH_VARARGS, "digest(address, position, length, num_threads) -> 64-bit sum"},
     {"copy_digest", native_copy_digest, METH_VARARGS, "copy_digest(dst, src, position, group, length, sums, num_threads): adds to sums[group]"},
+    {"walk_planes", native_walk_planes, METH_VARARGS, "walk_planes(columns, sums, copying, num_threads) -> bytes walked"},
     {"write_process", native_write_process, METH_VARARGS, "write_process(pid, dst, src, length) -> bytes written"},
     {NULL, NULL, 0, NULL},
 };

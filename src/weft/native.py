@@ -16,6 +16,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from weft.core.planes import Planes
+
 try:
     from weft import _native
 except ImportError:  # no compiler at install
@@ -96,6 +98,51 @@ def copy_digests(
         return [int(total) for total in sums]
     copy(dst, src, length)
     return [digest(src[group == g], position[group == g], length[group == g]) for g in range(num_groups)]
+
+
+def copy_planes(planes: Planes, *, num_threads: int = 1) -> int:
+    """Copy what planes say; returns the bytes copied."""
+    if _native is not None:
+        return int(_native.walk_planes(_table(planes), np.zeros(0, dtype=np.uint64), True, num_threads))
+    dst, src, length, _ = planes.runs
+    return copy(dst, src, length)
+
+
+def digest_planes(planes: Planes, *, num_threads: int = 1) -> int:
+    """Digest of what planes read."""
+    if _native is not None:
+        sums = np.zeros(1, dtype=np.uint64)
+        _native.walk_planes((*_table(planes), *_positions(planes)), sums, False, num_threads)
+        return int(sums[0])
+    _, src, length, position = planes.runs
+    assert position is not None
+    return digest(src, position, length)
+
+
+def copy_digest_planes(planes: Planes, *, num_groups: int = 1, num_threads: int = 1) -> list[int]:
+    """Copy and digest in one pass; returns the digest of each group. Planes of later groups are only copied."""
+    sums = np.zeros(num_groups, dtype=np.uint64)
+    if _native is not None:
+        _native.walk_planes((*_table(planes), *_positions(planes)), sums, True, num_threads)
+        return [int(total) for total in sums]
+    dst, src, length, position = planes.runs
+    assert position is not None
+    group = np.repeat(_positions(planes)[2], planes.rows.astype(np.int64))
+    return copy_digests(dst, src, position, group, length, num_groups=num_groups)
+
+
+def _table(planes: Planes) -> tuple[Column, ...]:
+    """Planes as the C module takes them."""
+    bundle = np.arange(len(planes), dtype=np.uint64) if planes.bundle is None else planes.bundle
+    return planes.dst, planes.src, planes.rows, planes.length, planes.dst_stride, planes.src_stride, bundle
+
+
+def _positions(planes: Planes) -> tuple[Column, Column, Column]:
+    """Their places in the digest's space, and the digest each belongs to."""
+    assert planes.position is not None
+    assert planes.position_stride is not None
+    group = np.zeros(len(planes), dtype=np.uint64) if planes.group is None else planes.group
+    return planes.position, planes.position_stride, group
 
 
 def digest_bytes(data: NDArray[np.uint8], position: int) -> int:
