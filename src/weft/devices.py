@@ -10,6 +10,7 @@ import re
 from typing import Protocol
 
 from weft import native
+from weft.core.planes import Planes
 from weft.errors import ConfigError
 from weft.native import Column
 
@@ -31,6 +32,15 @@ class DeviceWork(Protocol):
 
     def copy_digest(self, dst: Column, src: Column, position: Column, length: Column, *, num_threads: int = 1) -> int:
         """Copy and digest."""
+
+    def copy_planes(self, planes: Planes, *, num_threads: int = 1) -> int:
+        """Copy planes; returns the bytes copied."""
+
+    def digest_planes(self, planes: Planes, *, num_threads: int = 1) -> int:
+        """Digest of what planes read."""
+
+    def copy_digest_planes(self, planes: Planes, *, num_groups: int = 1, num_threads: int = 1) -> list[int]:
+        """Copy and digest planes of several groups."""
 
 
 def memory_kind(device: str) -> str:

@@ -22,6 +22,7 @@ import triton.language as tl
 from numpy.typing import NDArray
 
 from weft import native
+from weft.core.planes import Planes
 from weft.native import Column
 
 LARGE_BYTES = 1 << 20
@@ -226,6 +227,24 @@ class GpuWork:
         with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
             self._launch_copy(dst, src, length)
             return self._sum(self._launch_digest(src, position, length))
+
+    def copy_planes(self, planes: Planes, *, num_threads: int = 1) -> int:
+        """Copy planes between device addresses."""
+        dst, src, length, _ = planes.runs
+        return self.copy(dst, src, length, num_threads=num_threads)
+
+    def digest_planes(self, planes: Planes, *, num_threads: int = 1) -> int:
+        """Digest of what planes read."""
+        _, src, length, position = planes.runs
+        assert position is not None
+        return self.digest(src, position, length, num_threads=num_threads)
+
+    def copy_digest_planes(self, planes: Planes, *, num_groups: int = 1, num_threads: int = 1) -> list[int]:
+        """Copy and digest planes of one group."""
+        assert num_groups == 1
+        dst, src, length, position = planes.runs
+        assert position is not None
+        return [self.copy_digest(dst, src, position, length, num_threads=num_threads)]
 
     def _launch_copy(self, dst: Column, src: Column, length: Column) -> None:
         for row in np.flatnonzero(length >= LARGE_BYTES).tolist():

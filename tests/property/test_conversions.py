@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from tests.support.arena import Arena
 from tests.support.fp8_reference import quantized
+from weft.core import exchange
 from weft.core.scaling import Scaling, block_sides, scale_shape
 from weft.integrations.torch import weights_of
-from weft.runtime.compile import grids
 from weft.runtime.weights import Part
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.float8_e4m3fn}
@@ -136,7 +136,7 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
 @pytest.fixture(autouse=True)
 def small_groups(monkeypatch):
     """Magnitudes are exchanged in several groups."""
-    monkeypatch.setattr(grids, "GROUP_BYTES", 20_000)
+    monkeypatch.setattr(exchange, "GROUP_BYTES", 20_000)
 
 
 @settings(

@@ -6,6 +6,7 @@ import os
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 
 from weft.core.version import MAX_STEP
@@ -134,7 +135,7 @@ def opened(**changes: Any) -> Opened:
         endpoint=Endpoint(transport="shm", member=changes.pop("member", "engine 0"), data=b""),
         descriptors=[Descriptor(transport=changes.pop("spoken", "shm"), address=4096, num_bytes=64, data=b"")],
     )
-    facts = {"round": 1, "offers": {"shm": offer}, "addresses": [4096]} | changes
+    facts = {"round": 1, "offers": {"shm": offer}, "live": np.array([4096], dtype="<u8").tobytes()} | changes
     return Opened(**facts)
 
 
@@ -144,11 +145,13 @@ def opened(**changes: Any) -> Opened:
         {"offers": {}},
         {"member": "engine 1"},
         {"spoken": "cma"},
-        {"addresses": []},
-        {"addresses": [1, 2]},
-        {"addresses": [-1]},
-        {"addresses": [2**63]},
-        {"patch_bytes": -1},
+        {"live": b""},
+        {"live": bytes(16)},
+        {"live": bytes(7)},
+        {"live": np.array([2**63], dtype="<u8").tobytes()},
+        {"landing": 4096},
+        {"live": b"", "landing": -1},
+        {"live": b"", "patches": 2**63},
     ],
 )
 def test_what_was_opened_is_what_was_asked_for(changes):

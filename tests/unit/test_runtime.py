@@ -215,7 +215,7 @@ class FailingWork:
     def __init__(self, work: Any) -> None:
         self.synchronize = work.synchronize
 
-    def copy(self, *_: Any) -> int:
+    def copy_planes(self, *_: Any) -> int:
         raise MemoryError
 
 

@@ -22,7 +22,9 @@ def boxes(*rows: tuple[int, tuple[int, ...], int, Path, int]) -> StreamBoxes:
 
 
 def test_small_boxes_share_a_chunk_and_begin_aligned():
-    units, chunks = cut_streams(boxes((0, (3, 5), 2, Path.PACKED, -1), (0, (1, 7), 2, Path.PACKED, -1)), chunk_bytes=4096)
+    units, chunks = cut_streams(
+        boxes((0, (3, 5), 2, Path.PACKED, -1), (0, (1, 7), 2, Path.PACKED, -1)), chunk_bytes=4096
+    )
     assert units.offset.tolist() == [0, 32]
     assert chunks.num_bytes.tolist() == [SECTION_ALIGN]
     assert chunks.payload.tolist() == [44]
@@ -51,7 +53,9 @@ def test_elements_of_one_size_lie_together_inside_a_packed_chunk():
 
 def test_what_goes_straight_comes_first_and_later_groups_later():
     made = boxes(
-        (0, (1, 8), 1, Path.PACKED, 2), (0, (1, 8), 1, Path.PACKED, 0), (0, (1, 8), 2, Path.ZERO_COPY, -1),
+        (0, (1, 8), 1, Path.PACKED, 2),
+        (0, (1, 8), 1, Path.PACKED, 0),
+        (0, (1, 8), 2, Path.ZERO_COPY, -1),
         (1, (1, 8), 2, Path.DIRECT, -1),
     )
     units, chunks = cut_streams(made, chunk_bytes=4096)
@@ -98,7 +102,9 @@ def test_units_tile_their_boxes_and_do_not_overlap(seed):
 def test_no_boxes_have_no_chunks():
     units, chunks = cut_streams(boxes((0, (1, 1), 1, Path.PACKED, 0)), chunk_bytes=4096)
     assert len(units.box) == len(chunks) == 1
-    none = StreamBoxes(**{name: np.zeros((0, 2) if name == "extent" else 0, dtype=np.int64) for name in StreamBoxes.__slots__})
+    none = StreamBoxes(
+        **{name: np.zeros((0, 2) if name == "extent" else 0, dtype=np.int64) for name in StreamBoxes.__slots__}
+    )
     units, chunks = cut_streams(none, chunk_bytes=4096)
     assert len(units.box) == len(chunks) == 0
 
@@ -115,16 +121,14 @@ def test_planes_walk_every_element_once(seed):
         found[order] = np.array(array.strides) // 8
         strides.append(found)
     planes = planes_of(extent[None], strides[0][None], strides[1][None])
-    seen = []
-    for i in range(len(planes.box)):
-        for row in range(planes.rows[i]):
-            for element in range(planes.run[i]):
-                seen.append(
-                    (
-                        planes.offset[0][i] + row * planes.stride[0][i] + element,
-                        planes.offset[1][i] + row * planes.stride[1][i] + element,
-                    )
-                )
+    seen = [
+        tuple(
+            offset[i] + row * stride[i] + element for offset, stride in zip(planes.offset, planes.stride, strict=True)
+        )
+        for i in range(len(planes.box))
+        for row in range(planes.rows[i])
+        for element in range(planes.run[i])
+    ]
     wanted = [(int(c @ strides[0]), int(c @ strides[1])) for c in np.ndindex(*extent)]
     assert sorted((int(x), int(y)) for x, y in seen) == sorted(wanted)
     assert num_runs(extent[None], strides[0][None], strides[1][None])[0] == planes.rows.sum()

@@ -9,6 +9,7 @@ import numpy as np
 
 from weft import native
 from weft.runtime.send.sender import Sender
+from weft.transport.base import Batch
 from weft.transport.nixl import NixlTransport
 
 Span = tuple[float, float]
@@ -92,5 +93,5 @@ def bare_nixl(sender: Sender, wait: Callable[[], None]) -> Span:
     assert isinstance(transport, NixlTransport)
     wait()
     began = time.monotonic()
-    transport.write_bare([batch for _, batch in batches])
+    transport.write_bare([batch for _, batch in batches if isinstance(batch, Batch)])
     return began, time.monotonic()

@@ -26,9 +26,9 @@ from weft.codec.cast import cast
 from weft.codec.fp8 import Box, Grid
 from weft.codec.memory import Floats, matrix_view
 from weft.core.layout import DTYPE_BYTES
+from weft.core.planes import Planes
 from weft.core.recipe import Op
 from weft.devices import CPU
-from weft.native import Column
 
 DTYPES = ("fp32", "bf16", "fp16", "fp8_e4m3")
 """Numbers of dtypes in tables."""
@@ -37,8 +37,6 @@ DTYPES = ("fp32", "bf16", "fp16", "fp8_e4m3")
 class Conversion(NamedTuple):
     """A box of a shard that is not copied as it is."""
 
-    row: int
-    """The first row of the link it fills; the following ones belong to it too."""
     op: int
     grid: int
     """Number of the trainer's grid; of no meaning for casts."""
@@ -94,12 +92,12 @@ def _touched_and_whole(first: int, extent: int, size: int, side: int) -> tuple[N
 class ChunkFill:
     """How a chunk of an image is filled."""
 
-    src: Column
-    """Rows that are copied: where from, where to in the image, how long."""
-    at: Column
-    length: Column
+    planes: Planes
+    """What is copied as it is; destinations count from the beginning of the image."""
     boxes: tuple[tuple[Conversion, int], ...]
     """Boxes that are converted, and where they begin in the image; their rows follow each other there."""
+    source_end: int
+    """Behind the last byte of the weights that is read."""
 
 
 class Converter(Protocol):
@@ -154,8 +152,8 @@ class CpuConverter:
 
     def fill(self, chunk: ChunkFill, image: int) -> None:
         """Copy rows and convert boxes."""
-        if len(chunk.src):
-            native.copy(chunk.at + np.uint64(image), chunk.src, chunk.length)
+        if len(chunk.planes):
+            native.copy_planes(chunk.planes.moved(dst=image))
         for box, at in chunk.boxes:
             self._convert(box, image + at)
 

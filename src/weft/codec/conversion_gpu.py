@@ -19,10 +19,10 @@ from weft.codec.fp8 import Grid
 from weft.codec.fp8_kernels import QuantizeTiles, load_rows, quantize
 from weft.codec.memory import Floats
 from weft.core.layout import DTYPE_BYTES
+from weft.core.planes import Planes
 from weft.core.recipe import Op
 from weft.errors import CodecError
 from weft.gpu import GpuWork
-from weft.native import Column
 
 SIDE = 128
 AMAX_ROWS, AMAX_WARPS = 64, 8
@@ -157,7 +157,7 @@ class GpuConverter:
         self._cut = [torch.from_numpy(cut).to(self._device) for cut in self.cut]
         self._where: dict[int, list[_AmaxTables]] = {}
         self._quantized: dict[tuple[int, int], list[tuple[QuantizeTiles, int]]] = {}
-        self._rows: dict[tuple[int, int], Column] = {}
+        self._planes: dict[tuple[int, int], Planes] = {}
 
     def find_amax(self, group: int) -> None:
         """Raises CodecError, naming the tensor, for numbers that are not finite."""
@@ -235,8 +235,8 @@ class GpuConverter:
 
     def fill(self, chunk: ChunkFill, image: int) -> None:
         """Copy rows and convert boxes."""
-        if len(chunk.src):
-            self._work.copy(self._row_column(chunk, image), chunk.src, chunk.length)
+        if len(chunk.planes):
+            self._work.copy_planes(self._moved(chunk, image))
         with self._work.stream():
             for tiles, width in self._quantize_tiles(chunk, image):
                 tiles.amax.copy_(self._amax[tiles.number])
@@ -245,12 +245,12 @@ class GpuConverter:
                 if box.op != Op.QUANTIZE:
                     self._copy_box(box, image + at)
 
-    def _row_column(self, chunk: ChunkFill, image: int) -> Column:
-        """Where copied rows go; kept, because tables of copies are found by it."""
+    def _moved(self, chunk: ChunkFill, image: int) -> Planes:
+        """What is copied, at its place; kept, because tables of copies are found by it."""
         key = id(chunk), image
-        if key not in self._rows:
-            self._rows[key] = chunk.at + np.uint64(image)
-        return self._rows[key]
+        if key not in self._planes:
+            self._planes[key] = chunk.planes.moved(dst=image)
+        return self._planes[key]
 
     def _copy_box(self, box: Conversion, to: int) -> None:
         """Casts and scales: a copy that torch converts."""

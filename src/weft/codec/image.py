@@ -1,24 +1,21 @@
-"""The image of a chunk: what one trainer sends to one engine rank at a time, elements of equal size together.
+"""The image of a Chunk: what one trainer sends to one engine rank at a time, elements of equal size together.
 
-Both ends compute the same image from the rows of the plan: rows keep their order inside a section; there is a section
-for each size of elements. What travels as patches is the difference between two images.
+Both ends compile the same image from the plan (`weft.runtime.compile.link_stream`): a section for each size of
+elements. What travels as patches is the difference between two images.
 """
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from weft.codec import delta
 from weft.codec.compress import compress, decompress
 from weft.codec.delta import ImageRows
 from weft.codec.memory import Bytes, memory_view
 from weft.errors import CodecError
-from weft.native import Column
 
 ALIGN = 64
 
@@ -31,10 +28,6 @@ class Section:
     begin: int
     """First byte in the image."""
     num_elements: int
-    rows: NDArray[np.int64]
-    """Which of the link's rows lie here, in this order."""
-    row_begin: Column
-    """First byte of each row in the section."""
 
     @property
     def num_bytes(self) -> int:
@@ -44,27 +37,10 @@ class Section:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImageLayout:
-    """Where the rows of a link lie in its image."""
+    """The sections of an image."""
 
     sections: tuple[Section, ...]
     num_bytes: int
-    length: Column
-
-    @classmethod
-    def of(cls, length: Column, width: Column) -> ImageLayout:
-        """From the bytes of each row and of its elements."""
-        sections, begin = [], 0
-        for size in sorted(set(width.tolist()), reverse=True):
-            rows = np.flatnonzero(width == size)
-            ends = np.cumsum(length[rows])
-            total = int(ends[-1])
-            if size not in delta.WIDTHS or total % size:
-                raise CodecError(f"rows of {total} bytes with elements of {size} bytes")
-            sections.append(
-                Section(width=size, begin=begin, num_elements=total // size, rows=rows, row_begin=ends - length[rows])
-            )
-            begin += -(-total // ALIGN) * ALIGN
-        return cls(sections=tuple(sections), num_bytes=begin, length=length)
 
     @property
     def max_patch_bytes(self) -> int:
@@ -72,13 +48,6 @@ class ImageLayout:
         whole = sum(padded(delta.max_bytes(part.num_elements, part.width)) for part in self.sections)
         most = whole + whole // 128 + 1024 * len(self.sections)  # Zstandard adds a little to what it cannot shrink
         return -(-most // ALIGN) * ALIGN
-
-    def addresses(self, image: int) -> Column:
-        """Where each row lies in an image at some address."""
-        found = np.zeros(len(self.length), dtype=np.uint64)
-        for part in self.sections:
-            found[part.rows] = np.uint64(image + part.begin) + part.row_begin
-        return found
 
     def encode(self, now: int, old: int | None, out: int, capacity: int, *, base: int, version: int) -> int:
         """Patches of all sections, one after the other; returns their bytes."""
@@ -136,17 +105,14 @@ class ImageLayout:
         for part, at, size in self._patches(patches, num_bytes):
             delta.check(at, size, width=part.width, num_elements=part.num_elements, base=base, version=version)
 
-    def apply(self, patches: int, num_bytes: int, address: Column) -> None:
-        """Apply checked patches to rows at these addresses."""
-        for part, at, size in self._patches(patches, num_bytes):
-            rows = ImageRows(begin=part.row_begin, address=address[part.rows], length=self.length[part.rows])
-            delta.apply(at, size, width=part.width, num_elements=part.num_elements, rows=rows)
+    def apply(self, patches: int, num_bytes: int, rows: Sequence[ImageRows]) -> None:
+        """Apply checked patches; `rows` say where the bytes of each section are."""
+        for (part, at, size), where in zip(self._patches(patches, num_bytes), rows, strict=True):
+            delta.apply(at, size, width=part.width, num_elements=part.num_elements, rows=where)
 
-
-def chunk_layouts(length: Column, width: Column, num_direct: int, ends: Column) -> list[ImageLayout]:
-    """The image of each chunk of a link; the first rows are not part of any."""
-    borders = [num_direct, *ends.astype(np.int64).tolist()]
-    return [ImageLayout.of(length[a:b], width[a:b]) for a, b in itertools.pairwise(borders)]
+    def contiguous(self, address: int) -> tuple[ImageRows, ...]:
+        """Where the sections are in an image that lies in one piece."""
+        return tuple(ImageRows.contiguous(address + part.begin, part.num_bytes) for part in self.sections)
 
 
 def padded(num_bytes: int) -> int:

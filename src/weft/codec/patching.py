@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
+from weft.codec.delta import ImageRows
 from weft.codec.image import ImageLayout
 from weft.devices import CPU
-from weft.native import Column
 
 
 class Patcher(Protocol):
@@ -20,8 +21,8 @@ class Patcher(Protocol):
     def check(self, layout: ImageLayout, patches: int, num_bytes: int, *, base: int | None, version: int) -> None:
         """Raise CodecError unless these are sound patches of version `base`."""
 
-    def apply(self, layout: ImageLayout, patches: int, num_bytes: int, address: Column) -> None:
-        """Apply checked patches to rows at these addresses."""
+    def apply(self, layout: ImageLayout, patches: int, num_bytes: int, rows: Sequence[ImageRows]) -> None:
+        """Apply checked patches to the rows of each section."""
 
 
 class CpuPatcher:
@@ -37,9 +38,9 @@ class CpuPatcher:
         """See ImageLayout."""
         layout.check(patches, num_bytes, base=base, version=version)
 
-    def apply(self, layout: ImageLayout, patches: int, num_bytes: int, address: Column) -> None:
+    def apply(self, layout: ImageLayout, patches: int, num_bytes: int, rows: Sequence[ImageRows]) -> None:
         """See ImageLayout."""
-        layout.apply(patches, num_bytes, address)
+        layout.apply(patches, num_bytes, rows)
 
 
 def patcher_for(device: str) -> Patcher:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -13,7 +13,6 @@ from weft.codec.image import ImageLayout, Section, padded
 from weft.codec.patch_kernels import DeviceRows
 from weft.errors import CodecError
 from weft.gpu import GpuWork
-from weft.native import Column
 
 
 class GpuPatcher:
@@ -22,7 +21,7 @@ class GpuPatcher:
     def __init__(self, device: str) -> None:
         self._device = torch.device(device)
         self._work = GpuWork(self._device.index or 0)
-        self._rows: dict[tuple[int, int], DeviceRows] = {}
+        self._rows: dict[int, DeviceRows] = {}
 
     def encode(
         self, layout: ImageLayout, now: int, old: int | None, out: int, capacity: int, *, base: int, version: int
@@ -79,22 +78,19 @@ class GpuPatcher:
                 if header.base == NO_BASE and not _is_dense(patch, part.num_elements):
                     raise CodecError("a damaged patch: it needs a base and names none")
 
-    def apply(self, layout: ImageLayout, patches: int, num_bytes: int, address: Column) -> None:
+    def apply(self, layout: ImageLayout, patches: int, num_bytes: int, rows: Sequence[ImageRows]) -> None:
         """Apply checked patches to rows of device memory."""
         with self._work.stream():
-            for number, (part, patch) in enumerate(self._patches(layout, patches, num_bytes)):
-                rows = self._device_rows(layout, number, address)
-                patch_kernels.apply(patch, width=part.width, num_elements=part.num_elements, rows=rows)
+            for (part, patch), where in zip(self._patches(layout, patches, num_bytes), rows, strict=True):
+                tables = self._device_rows(part, where)
+                patch_kernels.apply(patch, width=part.width, num_elements=part.num_elements, rows=tables)
 
-    def _device_rows(self, layout: ImageLayout, number: int, address: Column) -> DeviceRows:
-        """Tables of a section, kept as long as its addresses are."""
-        key = id(address), number
+    def _device_rows(self, part: Section, rows: ImageRows) -> DeviceRows:
+        """Tables of a section, kept as long as its rows are."""
+        key = id(rows.address)
         if key not in self._rows:
-            part = layout.sections[number]
-            rows = ImageRows(begin=part.row_begin, address=address[part.rows], length=layout.length[part.rows])
-            made = DeviceRows.of(rows, part.width, part.num_elements, self._device)
-            self._rows[key] = made
-            weakref.finalize(address, self._rows.pop, key, None)
+            self._rows[key] = DeviceRows.of(rows, part.width, part.num_elements, self._device)
+            weakref.finalize(rows.address, self._rows.pop, key, None)
         return self._rows[key]
 
 

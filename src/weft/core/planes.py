@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -139,13 +140,25 @@ class Planes:
     def runs(self) -> tuple[Column, Column, Column, Column | None]:
         """Destination, source, length and position of every run, for those who need them one by one."""
         plane = np.repeat(np.arange(len(self)), self.rows.astype(np.int64))
-        begins = np.cumsum(self.rows) - self.rows
-        row = np.arange(len(plane), dtype=np.uint64) - begins[plane]
+        begins: Column = np.cumsum(self.rows, dtype=np.uint64) - self.rows
+        row: Column = np.arange(len(plane), dtype=np.uint64) - begins[plane]
         position = None
         if self.position is not None and self.position_stride is not None:
             position = self.position[plane] + row * self.position_stride[plane]
         dst = self.dst[plane] + row * self.dst_stride[plane]
         return dst, self.src[plane] + row * self.src_stride[plane], self.length[plane], position
+
+    @cached_property
+    def back(self) -> Planes:
+        """The same planes, the other way round; not digested."""
+        return Planes(
+            dst=self.src,
+            src=self.dst,
+            rows=self.rows,
+            length=self.length,
+            dst_stride=self.src_stride,
+            src_stride=self.dst_stride,
+        )
 
     def moved(self, *, dst: int = 0, src: int = 0) -> Planes:
         """The same planes, so many bytes further on."""
@@ -153,8 +166,9 @@ class Planes:
 
     def take(self, which: Ints | slice) -> Planes:
         """Some of them."""
-        columns = {name: getattr(self, name) for name in _COLUMNS}
-        return Planes(**{name: None if column is None else column[which] for name, column in columns.items()})
+        columns: dict[str, Any] = {name: getattr(self, name) for name in _COLUMNS}
+        taken: dict[str, Any] = {name: None if column is None else column[which] for name, column in columns.items()}
+        return Planes(**taken)
 
     @property
     def src_spans(self) -> tuple[Column, Column]:
@@ -210,8 +224,8 @@ def _cut_rows(table: Planes) -> Planes:
     whole, rest = table.take(long), table.take(long)
     count = whole.length // piece
     step = np.full(len(whole), piece, dtype=np.uint64)
-    positions = {} if whole.position is None else {"position_stride": step}
-    whole = replace(whole, rows=count, length=step, dst_stride=step, src_stride=step, **positions)
+    strides = None if whole.position is None else step
+    whole = replace(whole, rows=count, length=step, dst_stride=step, src_stride=step, position_stride=strides)
     skipped = count * piece
     rest = replace(rest, dst=rest.dst + skipped, src=rest.src + skipped, length=rest.length - skipped)
     if rest.position is not None:
@@ -221,10 +235,12 @@ def _cut_rows(table: Planes) -> Planes:
 
 def joined(tables: Sequence[Planes]) -> Planes:
     """Planes of several tables, one after the other; without bundles."""
-    columns = {name: [getattr(table, name) for table in tables] for name in _COLUMNS}
-    return Planes(
-        **{name: None if any(c is None for c in found) else np.concatenate(found) for name, found in columns.items()}
-    )
+    found: dict[str, list[Any]] = {name: [getattr(table, name) for table in tables] for name in _COLUMNS}
+    columns: dict[str, Any] = {
+        name: None if any(column is None for column in parts) else np.concatenate(parts)
+        for name, parts in found.items()
+    }
+    return Planes(**columns)
 
 
 def _span(rows: Column, stride: Column, length: Column) -> Column:

@@ -10,7 +10,8 @@ well-known machines; a TOML file describes others (`docs/topology.md`).
 from __future__ import annotations
 
 import difflib
-from dataclasses import asdict, dataclass, fields, replace
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -49,6 +50,10 @@ class Nic:
         return self.gbps * 1e9 / 8
 
 
+DEFAULT_OP_US = 10.0
+"""What one write costs beside its bytes, where a topology does not say (measured with NIXL on an H200: 8 to 12)."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostKind:
     """What every host looks like."""
@@ -67,6 +72,8 @@ class HostKind:
     """Limit of a whole host towards the network, Gb/s; 0: only its NICs."""
     cross_rail_gbps: float = 0.0
     """Limit of a whole host for traffic that changes rail, Gb/s; 0: none."""
+    op_us: Mapping[str, float] = field(default_factory=dict)
+    """Time of one write beside its bytes, by transport, in microseconds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -173,6 +180,11 @@ class Topology:
     def cross_rail_bytes_per_s(self) -> float:
         """Limit of one host for traffic that changes rail; infinite if there is none."""
         return self.host.cross_rail_gbps * 1e9 / 8 or np.inf
+
+    def min_run_bytes(self, transport: str) -> int:
+        """Runs from here on are worth a write of their own: packing and scattering them would take longer."""
+        op_s = self.host.op_us.get(transport, DEFAULT_OP_US) * 1e-6
+        return int(op_s * self.host.device_gb_per_s * 1e9 / 2)
 
     @cached_property
     def is_local(self) -> NDArray[np.bool_]:

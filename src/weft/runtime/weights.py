@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from weft.core.layout import DTYPE_BYTES, Tensor
 from weft.devices import CPU
 from weft.errors import LayoutError
+from weft.runtime.control.messages import HeldShard
 from weft.transport.base import Memory
 
 _DTYPES = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16", "float8_e4m3fn": "fp8_e4m3"}
@@ -98,6 +99,22 @@ class Weights:
             )
         ranges = tuple(sorted({(shard.address, shard.span_bytes) for shard in held}))
         return cls(tuple(held), ranges, keep=dict(arrays))
+
+    @property
+    def shards(self) -> list[HeldShard]:
+        """The shards, as the controller gets to know them."""
+        return [
+            HeldShard(
+                name=held.tensor.name,
+                aliases=held.aliases,
+                dtype=held.tensor.dtype,
+                shape=held.tensor.shape,
+                lo=held.lo,
+                extent=held.extent,
+                strides=held.strides,
+            )
+            for held in self.held
+        ]
 
     @property
     def num_bytes(self) -> int:

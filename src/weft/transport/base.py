@@ -32,6 +32,8 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from weft.core.planes import Planes
+from weft.devices import DeviceWork
 from weft.errors import PeerLost, RegistrationError, TransferTimeout, TransportError
 from weft.transport.pages import Pages
 
@@ -53,6 +55,8 @@ class Capabilities:
     """Whether the target must run code for writes to land."""
     memory: frozenset[str] = frozenset({"cpu"})
     """Kinds of memory it moves between: `cpu`, `cuda`."""
+    is_mapped: bool = False
+    """Whether the sender's own instructions write the target's memory (`weft.transport.mapped`)."""
 
 
 class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
@@ -109,6 +113,8 @@ class Batch:
     length: Column
     position: Column | None = None
     """Where each row lies in the digest's space; None: not digested."""
+    digested: Planes | None = None
+    """What is digested, where parts of a row lie in different places of the digest's space."""
     num_bytes: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -129,10 +135,22 @@ class Written:
     """Digest of the bytes as they were read; 0 where the batch is not digested."""
 
 
+class Posted(Protocol):
+    """What an outstanding write is about."""
+
+    @property
+    def peer(self) -> str:
+        """Who it is written to."""
+
+    @property
+    def num_bytes(self) -> int:
+        """All bytes of it."""
+
+
 class Ticket:
     """An outstanding write."""
 
-    def __init__(self, future: Future[Written], batch: Batch, tag: int, cancelled: threading.Event) -> None:
+    def __init__(self, future: Future[Written], batch: Posted, tag: int, cancelled: threading.Event) -> None:
         self._future, self._batch, self._tag, self._cancelled = future, batch, tag, cancelled
 
     def cancel(self) -> None:
@@ -161,10 +179,17 @@ class Ranges:
 
     def __init__(self) -> None:
         self._ranges: dict[tuple[int, int], int] = {}
+        self._shift: dict[int, int] = {}
+        self._sorted: tuple[Column, Column] | None = None
 
-    def add(self, address: int, num_bytes: int) -> None:
-        """Register a range; the same range may be registered several times."""
+    def add(self, address: int, num_bytes: int, *, shift: int = 0) -> None:
+        """Register a range; the same range may be registered several times.
+
+        `shift`: how far from there the same bytes are mapped in this process.
+        """
         self._ranges[address, num_bytes] = self._ranges.get((address, num_bytes), 0) + 1
+        self._shift[address] = shift
+        self._sorted = None
 
     def remove(self, address: int, num_bytes: int) -> None:
         """Undo one registration."""
@@ -173,6 +198,7 @@ class Ranges:
             self._ranges[address, num_bytes] = left
         else:
             del self._ranges[address, num_bytes]
+            self._sorted = None
 
     def has(self, address: int, num_bytes: int) -> bool:
         """Whether a range is registered."""
@@ -199,11 +225,17 @@ class Ranges:
 
     def columns(self) -> tuple[Column, Column]:
         """Starts and ends, sorted; of ranges that start together the longest counts."""
-        longest: dict[int, int] = {}
-        for address, num_bytes in self._ranges:
-            longest[address] = max(longest.get(address, 0), num_bytes)
-        starts = np.array(sorted(longest), dtype=np.uint64)
-        return starts, starts + np.array([longest[int(s)] for s in starts], dtype=np.uint64)
+        if self._sorted is None:
+            longest: dict[int, int] = {}
+            for address, num_bytes in self._ranges:
+                longest[address] = max(longest.get(address, 0), num_bytes)
+            starts = np.array(sorted(longest), dtype=np.uint64)
+            self._sorted = starts, starts + np.array([longest[s] for s in starts.tolist()], dtype=np.uint64)
+        return self._sorted
+
+    def shifts(self) -> NDArray[np.int64]:
+        """How far away each range is mapped in this process, in the order of `columns`."""
+        return np.array([self._shift[start] for start in self.columns()[0].tolist()], dtype=np.int64)
 
 
 class Peer(Protocol):
@@ -301,23 +333,25 @@ class Transport(abc.ABC, Generic[AnyPeer]):
             raise PeerLost(f"{self.member} is not connected to {peer}")
         return self._peers[peer]
 
-    def prepare(self, peer: str, src: Column, dst: Column, length: Column, position: Column | None = None) -> Batch:
+    def prepare(
+        self,
+        peer: str,
+        src: Column,
+        dst: Column,
+        length: Column,
+        position: Column | None = None,
+        digested: Planes | None = None,
+    ) -> Batch:
         """Check and translate rows; raises RegistrationError for a row outside registered memory of either side.
 
-        With `position` the bytes are digested on the way; positions are places in the digest's space.
+        With `position` the bytes are digested on the way; positions are places in the digest's space. `digested` says
+        what is, where rows consist of parts with places of their own.
         """
         known = self._known(peer)
-        ranges = self._registered.find(src, length, whose=self.member), known.ranges.find(dst, length, whose=peer)
-        moving = [column for column in (src, dst, position) if column is not None]
-        first, length = joined_rows(length, moving=moving, same=ranges)
-        batch = Batch(
-            peer=peer,
-            src=src[first],
-            dst=dst[first],
-            length=length,
-            position=None if position is None else position[first],
-        )
-        return self._translate(known, batch, ranges[1][first])
+        self._registered.find(src, length, whose=self.member)
+        at = known.ranges.find(dst, length, whose=peer)
+        batch = Batch(peer=peer, src=src, dst=dst, length=length, position=position, digested=digested)
+        return self._translate(known, batch, at)
 
     def _translate(self, peer: AnyPeer, batch: Batch, at: NDArray[np.int64]) -> Batch:
         """A batch as this transport writes it; `at` is the number of each row's range among the peer's."""
@@ -388,24 +422,6 @@ def ordinary_memory(num_bytes: int) -> Memory:
     return Memory(address=pages.address, num_bytes=num_bytes, keep=pages, give_up=pages.give_up)
 
 
-def joined_rows(
-    length: Column, *, moving: Sequence[Column], same: Sequence[NDArray[Any]] = ()
-) -> tuple[NDArray[np.int64], Column]:
-    """Neighbouring rows that touch in all `moving` columns and agree in all others become one.
-
-    Returns which rows begin a joined one, and the joined lengths.
-    """
-    if len(length) == 0:
-        return np.zeros(0, dtype=np.int64), length
-    touch = np.ones(len(length) - 1, dtype=bool)
-    for column in moving:
-        touch &= column[:-1] + length[:-1] == column[1:]
-    for column in same:
-        touch &= column[:-1] == column[1:]
-    first = np.flatnonzero(np.concatenate([[True], ~touch]))
-    return first, np.add.reduceat(length, first)
-
-
 def cut_rows(batch: Batch, piece_bytes: int) -> Batch:
     """The same rows in pieces of at most `piece_bytes`."""
     piece = np.uint64(piece_bytes)
@@ -419,6 +435,7 @@ def cut_rows(batch: Batch, piece_bytes: int) -> Batch:
         dst=batch.dst[row] + offset,
         length=np.minimum(piece, batch.length[row] - offset),
         position=None if batch.position is None else batch.position[row] + offset,
+        digested=batch.digested,
     )
 
 
@@ -439,6 +456,15 @@ def split_batch(batch: Batch, chunk_bytes: int) -> list[Batch]:
         for a, b in itertools.pairwise(borders)
         if b > a
     ]
+
+
+def digest_of(batch: Batch, work: DeviceWork, num_threads: int = 1) -> int:
+    """Digest of what a batch reads; 0 where none is wanted."""
+    if batch.digested is not None:
+        return work.digest_planes(batch.digested, num_threads=num_threads)
+    if batch.position is not None:
+        return work.digest(batch.src, batch.position, batch.length, num_threads=num_threads)
+    return 0
 
 
 def wait_until(reached: Callable[[], bool], *, timeout_s: float, what: Callable[[], str]) -> None:

@@ -14,6 +14,7 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from weft import native
 from weft.errors import TransportError
 from weft.transport.base import Batch, Peer, Transport, Written, split_batch
 
@@ -39,6 +40,7 @@ class ChunkedTransport(Transport[AnyPeer]):
             dst=batch.dst,
             length=batch.length,
             position=batch.position,
+            digested=batch.digested,
             chunks=tuple(split_batch(batch, CHUNK_BYTES)),
         )
 
@@ -53,6 +55,8 @@ class ChunkedTransport(Transport[AnyPeer]):
         digest, written = 0, 0
         try:
             self._announce(peer, tag)
+            if batch.digested is not None:
+                digest = native.digest_planes(batch.digested, num_threads=self._num_threads)
             for chunk in batch.chunks:
                 if cancelled.is_set():
                     raise TransportError(f"writing to {batch.peer} was stopped")

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
-import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -18,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from weft import native
+from weft.core.planes import Planes
 from weft.errors import PeerLost, RegistrationError, TransportError, TransportUnavailable
 from weft.transport.base import (
     MAX_WRITERS,
@@ -28,10 +28,9 @@ from weft.transport.base import (
     Handle,
     Memory,
     Ranges,
-    Transport,
-    Written,
 )
 from weft.transport.host import CELL_BYTES, LivingProcess, ProcessIdentity
+from weft.transport.mapped import MappedTransport
 from weft.transport.shm import SharedMemory
 
 HANDLE_BYTES = 64
@@ -106,8 +105,6 @@ class _Peer:
     ranges: Ranges = field(default_factory=Ranges)
     opened: dict[bytes, int] = field(default_factory=dict)
     """Handle → where the allocation is mapped here."""
-    shift: dict[int, int] = field(default_factory=dict)
-    """Registered start in the peer's address space → how far the same byte lies from there in ours."""
 
     def close(self) -> None:
         """Unmap everything; what belongs to a process that is gone cannot be, and need not."""
@@ -118,11 +115,16 @@ class _Peer:
         self.process.close()
 
 
-class CudaIpcTransport(Transport[_Peer]):
+class CudaIpcTransport(MappedTransport[_Peer]):
     """Device copies between processes of one host."""
 
     capabilities = Capabilities(
-        name="cuda_ipc", one_host=True, any_memory=True, needs_target_cpu=False, memory=frozenset({"cuda"})
+        name="cuda_ipc",
+        one_host=True,
+        any_memory=True,
+        needs_target_cpu=False,
+        memory=frozenset({"cuda"}),
+        is_mapped=True,
     )
 
     def __init__(self, member: str, *, writer: int = 0, num_threads: int = 1, device: str = "cuda:0") -> None:
@@ -178,35 +180,42 @@ class CudaIpcTransport(Transport[_Peer]):
                 data = msgspec.msgpack.decode(descriptor.data, type=_DescriptorData)
                 if data.handle not in peer.opened:
                     peer.opened[data.handle] = self._driver.open(data.handle)
-                peer.ranges.add(descriptor.address, descriptor.num_bytes)
-                peer.shift[descriptor.address] = peer.opened[data.handle] - data.base
+                shift = peer.opened[data.handle] - data.base
+                peer.ranges.add(descriptor.address, descriptor.num_bytes, shift=shift)
         except BaseException:
             peer.close()
             raise
         return peer
 
-    def _translate(self, peer: _Peer, batch: Batch, at: NDArray[np.int64]) -> Batch:
+    def _locate(self, peer: _Peer, batch: Batch, at: NDArray[np.int64]) -> Batch:
         """The peer's addresses as they are mapped here."""
-        starts, _ = peer.ranges.columns()
-        shift = np.array([peer.shift[int(start)] for start in starts], dtype=np.int64)
-        return replace(batch, dst=(batch.dst.astype(np.int64) + shift[at]).astype(np.uint64))
+        return replace(batch, dst=(batch.dst.astype(np.int64) + peer.ranges.shifts()[at]).astype(np.uint64))
 
-    def _write(self, batch: Batch, tag: int, cancelled: threading.Event) -> Written:
-        peer = self._known(batch.peer)
-        if cancelled.is_set():
-            raise TransportError(f"writing to {batch.peer} was stopped before it began")
-        cell = peer.cells.address + self._writer_number * CELL_BYTES
+    def _check_alive(self, peer: _Peer) -> None:
         peer.process.check()
-        native.publish(cell, tag, 0)
-        digest = 0
-        with _failures(batch.peer):
-            if batch.position is None:
-                self._work.copy(batch.dst, batch.src, batch.length)
-            else:
-                digest = self._work.copy_digest(batch.dst, batch.src, batch.position, batch.length)
-        native.publish(cell, tag, batch.num_bytes)
-        peer.process.check()
-        return Written(num_bytes=batch.num_bytes, digest=digest)
+
+    def _announce(self, peer: _Peer, tag: int) -> None:
+        native.publish(self._cell(peer), tag, 0)
+
+    def _count(self, peer: _Peer, tag: int, num_bytes: int) -> None:
+        native.publish(self._cell(peer), tag, num_bytes)
+
+    def _cell(self, peer: _Peer) -> int:
+        return peer.cells.address + self._writer_number * CELL_BYTES
+
+    def _write_chunk(self, peer: _Peer, chunk: Batch) -> int:
+        with _failures(peer.process.member):
+            if chunk.position is not None:
+                return self._work.copy_digest(chunk.dst, chunk.src, chunk.position, chunk.length)
+            self._work.copy(chunk.dst, chunk.src, chunk.length)
+            return 0
+
+    def _copy_planes(self, peer: _Peer, planes: Planes) -> int:
+        with _failures(peer.process.member):
+            if planes.position is not None:
+                return self._work.copy_digest_planes(planes)[0]
+            self._work.copy_planes(planes)
+            return 0
 
     def arrived(self, tag: int, *, writer: int) -> int:
         """Bytes counted in the writer's cell."""

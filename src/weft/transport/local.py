@@ -12,10 +12,11 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from weft.core.planes import Planes
 from weft.errors import PeerLost, TransferTimeout
 from weft.transport.base import Batch, Capabilities, Descriptor, Endpoint, Ranges
-from weft.transport.chunked import ChunkedTransport
-from weft.transport.shm import copy_chunk
+from weft.transport.mapped import MappedTransport
+from weft.transport.shm import copy_chunk, copy_planes
 
 MAX_STALL_S = 60.0
 
@@ -49,10 +50,10 @@ class _Peer:
         """Nothing to let go of."""
 
 
-class LocalTransport(ChunkedTransport[_Peer]):
+class LocalTransport(MappedTransport[_Peer]):
     """Plain copies inside one process."""
 
-    capabilities = Capabilities(name="local", one_host=True, any_memory=True, needs_target_cpu=False)
+    capabilities = Capabilities(name="local", one_host=True, any_memory=True, needs_target_cpu=False, is_mapped=True)
 
     def __init__(self, member: str, network: LocalNetwork, *, writer: int = 0, num_threads: int = 1) -> None:
         super().__init__(member, writer=writer, num_threads=num_threads)
@@ -91,6 +92,14 @@ class LocalTransport(ChunkedTransport[_Peer]):
         if faults.corrupt:
             faults.corrupt = False
             _flip_a_bit(int(chunk.dst[0]))
+        return digest
+
+    def _copy_planes(self, peer: _Peer, planes: Planes) -> int:
+        digest = copy_planes(planes, self._num_threads)
+        faults = self._network.faults.get(peer.target.member, Faults())
+        if faults.corrupt and len(planes):
+            faults.corrupt = False
+            _flip_a_bit(int(planes.dst[0]))
         return digest
 
     def _count(self, peer: _Peer, tag: int, num_bytes: int) -> None:

@@ -39,6 +39,7 @@ from weft.transport.base import (
     Transport,
     Written,
     cut_rows,
+    digest_of,
 )
 
 PIECE_BYTES = {"cpu": 4 << 20, "cuda": 2 << 30}
@@ -207,6 +208,7 @@ class NixlTransport(Transport[_Peer]):
             dst=rows.dst,
             length=rows.length,
             position=rows.position,
+            digested=rows.digested,
             transfer=transfer,
             work=native if on_host else self._work,
         )
@@ -258,8 +260,7 @@ class NixlTransport(Transport[_Peer]):
         digest = 0
         try:
             state = self._agent.check_xfer_state(batch.transfer.handle)
-            if batch.position is not None:
-                digest = batch.work.digest(batch.src, batch.position, batch.length)
+            digest = digest_of(batch, batch.work)
             if state == "PROC":
                 state = self._wait_for(batch, cancelled)
         except TransportError:

@@ -33,6 +33,8 @@ _HOMES = {
 }
 NAMES = tuple(_HOMES)
 ONE_HOST = frozenset({"shm", "cma", "cuda_ipc"})
+IS_MAPPED = frozenset({"shm", "cuda_ipc", "local"})
+"""Those whose senders write the target's memory by their own instructions."""
 MEMORY = {
     "shm": {"cpu"},
     "cma": {"cpu"},

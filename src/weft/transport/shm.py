@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from weft import native
+from weft.core.planes import Planes
 from weft.errors import PeerLost, RegistrationError, TransportError
 from weft.transport.base import (
     MAX_WRITERS,
@@ -32,17 +33,15 @@ from weft.transport.base import (
     Ticket,
     Written,
 )
-from weft.transport.chunked import CHUNK_BYTES, ChunkedTransport
 from weft.transport.host import CELL_BYTES, LivingProcess, ProcessIdentity
+from weft.transport.mapped import DirectBatch, MappedTransport
 from weft.transport.pages import address_of, reserve
-from weft.transport.together import Chunk, Together, together
+from weft.transport.together import Together
 
 _NAME = "weft"
 _FALLOC_KEEP_SIZE, _FALLOC_PUNCH_HOLE = 1, 2
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_long, ctypes.c_long]
-LARGE_CHUNK_BYTES = 64 << 20
-"""Where nobody digests what has landed while the rest is on its way."""
 
 
 class SharedMemory:
@@ -119,8 +118,6 @@ class _Peer:
     cell: int
     memories: list[SharedMemory]
     ranges: Ranges = field(default_factory=Ranges)
-    shift: dict[int, int] = field(default_factory=dict)
-    """Registered start in the peer's address space → how far the same byte lies from there in ours."""
 
     def close(self) -> None:
         self.process.close()
@@ -128,10 +125,10 @@ class _Peer:
             memory.close()
 
 
-class ShmTransport(ChunkedTransport[_Peer]):
+class ShmTransport(MappedTransport[_Peer]):
     """Shared memory between processes of one host."""
 
-    capabilities = Capabilities(name="shm", one_host=True, any_memory=False, needs_target_cpu=False)
+    capabilities = Capabilities(name="shm", one_host=True, any_memory=False, needs_target_cpu=False, is_mapped=True)
 
     def __init__(self, member: str, *, writer: int = 0, num_threads: int = 1) -> None:
         super().__init__(member, writer=writer, num_threads=num_threads)
@@ -192,24 +189,21 @@ class ShmTransport(ChunkedTransport[_Peer]):
         last = descriptor.address + descriptor.num_bytes
         if not data.memory_address <= descriptor.address <= last <= data.memory_address + data.memory_bytes:
             raise RegistrationError(f"a descriptor of {peer.process.member} lies outside its shared memory")
-        peer.ranges.add(descriptor.address, descriptor.num_bytes)
-        peer.shift[descriptor.address] = mapped[data.fd].address - data.memory_address
+        shift = mapped[data.fd].address - data.memory_address
+        peer.ranges.add(descriptor.address, descriptor.num_bytes, shift=shift)
 
     def _locate(self, peer: _Peer, batch: Batch, at: NDArray[np.int64]) -> Batch:
         """Translate the peer's addresses into this process's mapping of them."""
-        starts, _ = peer.ranges.columns()
-        shift = np.array([peer.shift[int(start)] for start in starts], dtype=np.int64)
-        return replace(batch, dst=(batch.dst.astype(np.int64) + shift[at]).astype(np.uint64))
+        return replace(batch, dst=(batch.dst.astype(np.int64) + peer.ranges.shifts()[at]).astype(np.uint64))
 
-    def post_all(self, batches: Sequence[Batch], tag: int) -> list[Ticket]:
-        """Everything is mapped here, so rows of all peers are copied in the order of their sources."""
+    def post_direct(self, batches: Sequence[DirectBatch], tag: int) -> list[Ticket]:
+        """Everything is mapped here, so planes of all peers are copied in the order of their sources."""
         if len(batches) < 2:
-            return super().post_all(batches, tag)
+            return super().post_direct(batches, tag)
         self._check_tag(tag)
         key = tuple(id(batch) for batch in batches)
         if key not in self._together:
-            is_digested = batches[0].position is not None
-            self._together = {key: together(batches, CHUNK_BYTES if is_digested else LARGE_CHUNK_BYTES)}
+            self._together = {key: Together.of(batches)}
         futures: list[Future[Written]] = [Future() for _ in batches]
         cancelled = threading.Event()
         self._writer.submit(self._write_together, self._together[key], tag, futures, cancelled)
@@ -233,20 +227,21 @@ class ShmTransport(ChunkedTransport[_Peer]):
                 future.set_exception(outcome)
 
     def _copy_all(self, job: Together, tag: int, cancelled: threading.Event) -> list[Written | PeerLost]:
-        """Copy chunk by chunk. A peer that is gone does not stop the others: its memory is still mapped here."""
+        """Copy Chunk by Chunk. A peer that is gone does not stop the others: its memory is still mapped here."""
         batches = job.batches
         written, digests = [0] * len(batches), [0] * len(batches)
         peers = [self._known(batch.peer) for batch in batches]
         for peer in peers:
             self._announce(peer, tag)
-        for chunk in job.chunks:
+        for number, planes in enumerate(job.chunks):
             if cancelled.is_set():
                 raise TransportError("writing was stopped")
-            for number, digest in enumerate(self._copy(chunk, len(batches))):
-                digests[number] += digest
-                written[number] += chunk.num_bytes[number]
-                if chunk.num_bytes[number]:
-                    self._count(peers[number], tag, chunk.num_bytes[number])
+            for i, digest in enumerate(self._copy(planes, len(batches))):
+                digests[i] += digest
+            for i, batch in enumerate(batches):
+                if number < len(batch.chunks):
+                    written[i] += batch.chunks[number].num_bytes
+                    self._count(peers[i], tag, batch.chunks[number].num_bytes)
         return [
             PeerLost(f"{batch.peer} (process {peer.process.pid}) has ended ({done} of {batch.num_bytes} bytes written)")
             if peer.process.has_ended
@@ -254,19 +249,15 @@ class ShmTransport(ChunkedTransport[_Peer]):
             for peer, batch, done, twin in zip(peers, batches, written, job.twin, strict=True)
         ]
 
-    def _copy(self, chunk: Chunk, num_groups: int) -> list[int]:
-        if chunk.position is None:
-            native.copy(chunk.dst, chunk.src, chunk.length, num_threads=self._num_threads)
-            return [0] * num_groups
-        return native.copy_digests(
-            chunk.dst,
-            chunk.src,
-            chunk.position,
-            chunk.group,
-            chunk.length,
-            num_groups=num_groups,
-            num_threads=self._num_threads,
-        )
+    def _copy(self, planes: Planes, num_groups: int) -> list[int]:
+        if planes.position is None:
+            native.copy_planes(planes, num_threads=self._num_threads)
+            return []
+        return native.copy_digest_planes(planes, num_groups=num_groups, num_threads=self._num_threads)
+
+    def _copy_planes(self, peer: _Peer, planes: Planes) -> int:
+        del peer
+        return copy_planes(planes, self._num_threads)
 
     def _check_alive(self, peer: _Peer) -> None:
         peer.process.check()
@@ -291,6 +282,14 @@ class ShmTransport(ChunkedTransport[_Peer]):
     def _release(self) -> None:
         self._memories = []
         self._cells.close()
+
+
+def copy_planes(planes: Planes, num_threads: int) -> int:
+    """Copy planes inside this process's address space, digesting them on the way where that is wanted."""
+    if planes.position is not None:
+        return native.copy_digest_planes(planes, num_threads=num_threads)[0]
+    native.copy_planes(planes, num_threads=num_threads)
+    return 0
 
 
 def copy_chunk(chunk: Batch, num_threads: int) -> int:

@@ -39,6 +39,7 @@ from weft.transport.base import (
     Transport,
     Written,
     cut_rows,
+    digest_of,
 )
 from weft.transport.host import CELL_BYTES
 
@@ -169,6 +170,7 @@ class UcclTransport(Transport[_Peer]):
             dst=rows.dst,
             length=rows.length,
             position=rows.position,
+            digested=rows.digested,
             local=local,
             remote=remote,
         )
@@ -191,14 +193,12 @@ class UcclTransport(Transport[_Peer]):
         if cancelled.is_set():
             raise TransportError(f"writing to {batch.peer} was stopped before it began")
         deadline = time.monotonic() + WRITE_DEADLINE_S
-        digest = 0
         if tag != peer.tag:  # with zero bytes first, so that no reader sees a new tag together with the old count
             self._poke(batch.peer, peer, 1, 0, deadline)
             self._poke(batch.peer, peer, 0, tag, deadline)
             peer.tag, peer.counted = tag, 0
         transfer = self._start(batch.peer, peer, batch.local, batch.remote) if batch.local else None
-        if batch.position is not None:
-            digest = self._work.digest(batch.src, batch.position, batch.length)
+        digest = digest_of(batch, self._work)
         if transfer is not None:
             self._finish(batch.peer, transfer, deadline)
         self._poke(batch.peer, peer, 1, peer.counted + batch.num_bytes, deadline)

@@ -3,51 +3,27 @@ holders exchange them."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from itertools import accumulate
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
-from weft.codec.conversion import DTYPES, HeldGrid
+from weft.codec.conversion import HeldGrid
 from weft.codec.fp8 import Box, Grid
 from weft.core.boxes import Ints
+from weft.core.exchange import Groups
 from weft.core.layout import DTYPE_BYTES
 from weft.core.plan import Plan
 from weft.core.recipe import Op
 from weft.core.scaling import Scaling
-from weft.runtime.control.messages import QuantGrid, pack, unpack
+from weft.runtime.compile.columns import expand, squeeze
+from weft.runtime.weights import Held
 
-GROUP_BYTES = 64 << 20
-"""Weights of one trainer whose magnitudes are exchanged at once, at least."""
-MAX_GROUPS = 64
+Int64s = NDArray[np.int64]
+SCALINGS = tuple(Scaling)
+"""Kinds of scales by their number in tables."""
 _Rect = tuple[tuple[int, int], tuple[int, int]]
 """First row and column, and those behind the last."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Groups:
-    """All matrices of a plan that are quantised, in the order they are exchanged."""
-
-    tensors: NDArray[np.int64]
-    """Numbers of trainer tensors."""
-    group: NDArray[np.int64]
-    """Of every trainer tensor; -1 where it is not quantised."""
-    first_key: dict[int, int]
-    """Trainer tensor → the first of its blocks."""
-
-    @classmethod
-    def of(cls, plan: Plan) -> Groups:
-        """Groups of about equal size, so few that messages do not matter and so small that work overlaps."""
-        tensors = np.unique(plan.trainer.tensor_of[plan.quantized_shards]).astype(np.int64)
-        size = [plan.trainer.tensors[number].num_bytes for number in tensors]
-        group_bytes = max(GROUP_BYTES * plan.topology.num_trainers, sum(size) // MAX_GROUPS, 1)
-        before = np.array([0, *accumulate(size)][:-1], dtype=np.int64)
-        group = np.full(len(plan.trainer.tensors), -1, dtype=np.int64)
-        group[tensors] = np.unique(before // group_bytes, return_inverse=True)[1]
-        blocks = [grid_of(plan, int(number)).shape for number in tensors]
-        first = [0, *accumulate(rows * columns for rows, columns in blocks)]
-        return cls(tensors=tensors, group=group, first_key=dict(zip(tensors.tolist(), first, strict=False)))
 
 
 def grid_of(plan: Plan, tensor: int) -> Grid:
@@ -57,69 +33,95 @@ def grid_of(plan: Plan, tensor: int) -> Grid:
     return Grid(rows=rows, columns=columns, scaling=plan.recipe.scaling.get(described.name, Scaling.BLOCK))
 
 
-def trainer_grids(plan: Plan, groups: Groups, trainer: int, shard_address: NDArray[np.int64]) -> dict[int, QuantGrid]:
-    """The matrices one trainer quantises parts of, by tensor number, with the boxes it must look at."""
+def trainer_grids(plan: Plan, groups: Groups, trainer: int, shard_number: Int64s) -> TrainerGrids:
+    """The matrices one trainer quantises parts of, with the boxes it must look at.
+
+    `shard_number`: see `held_numbers`.
+    """
     layout = plan.trainer
-    held = layout.groups.contain(layout.group_of, np.full(len(layout.lo), trainer))
-    shards = np.flatnonzero(held & (groups.group[layout.tensor_of] >= 0))
-    sent = _sent_boxes(plan, trainer)
-    found: dict[int, list[list[int]]] = {}
-    for shard in shards[np.argsort(layout.tensor_of[shards], kind="stable")].tolist():
-        tensor = int(layout.tensor_of[shard])
-        grid = grid_of(plan, tensor)
-        mine = _rect(layout.lo[shard], layout.extent[shard])
-        is_sole = layout.groups.sizes[layout.group_of[shard]] == 1
-        rects = [mine] if is_sole else _needed(grid, mine, sent.get(tensor, []))
-        for rect in rects:
-            found.setdefault(tensor, []).append(_box(plan, shard, shard_address[shard], mine, rect))
-    return {tensor: _grid_message(plan, groups, tensor, boxes) for tensor, boxes in found.items()}
+    shards = np.flatnonzero((shard_number >= 0) & (groups.group[layout.tensor_of] >= 0))
+    shards = shards[np.lexsort((layout.tensor_of[shards], groups.group[layout.tensor_of[shards]]))]
+    is_sole = layout.groups.sizes[layout.group_of[shards]] == 1
+    sent = {} if is_sole.all() else _sent_boxes(plan, trainer)
+    tensors = np.unique(layout.tensor_of[shards])
+    tensors = tensors[np.lexsort((tensors, groups.group[tensors]))]
+    number = {int(tensor): i for i, tensor in enumerate(tensors)}
+    boxes: list[tuple[int, ...]] = []
+    columns = (shards, layout.tensor_of[shards], layout.lo[shards], layout.extent[shards], is_sole)
+    for shard, tensor, lo, extent, alone in zip(*(column.tolist() for column in columns), strict=True):
+        mine = _rect(lo, extent)
+        rects = [mine] if alone else _needed(grid_of(plan, tensor), mine, sent.get(tensor, []))
+        for first, last in rects:
+            rows, columns_ = last[0] - first[0], last[1] - first[1]
+            boxes.append((number[tensor], int(shard_number[shard]), *first, rows, columns_))
+    return TrainerGrids(plan, groups, tensors, boxes)
 
 
-def held_grid(message: QuantGrid) -> HeldGrid:
-    """A matrix as the trainer works on it."""
-    names = ("address", "stride", "dtype", "row", "column", "rows", "columns")
-    table = unpack(message.boxes).reshape(-1, len(names)).tolist()
-    return HeldGrid(
-        name=message.name,
-        grid=Grid(rows=message.rows, columns=message.columns, scaling=Scaling(message.scaling)),
-        group=message.group,
-        first_key=message.first_key,
-        boxes=tuple(
+class TrainerGrids:
+    """The quantised matrices of one trainer."""
+
+    def __init__(self, plan: Plan, groups: Groups, tensors: Ints, boxes: list[tuple[int, ...]]) -> None:
+        self.tensors = tensors
+        """Numbers of trainer tensors, sorted by group."""
+        self.groups = frozenset(groups.group[tensors].tolist())
+        """Groups of which this trainer holds something."""
+        self._plan, self._all, self._boxes = plan, groups, boxes
+
+    def encode(self) -> bytes:
+        """As they travel; empty where there are none."""
+        if not len(self.tensors):
+            return b""
+        grids = [grid_of(self._plan, tensor) for tensor in self.tensors.tolist()]
+        return squeeze(
+            {
+                "grids": np.array(
+                    [
+                        (grid.rows, grid.columns, SCALINGS.index(grid.scaling), group, self._all.first_key[tensor])
+                        for grid, group, tensor in zip(
+                            grids, self._all.group[self.tensors].tolist(), self.tensors.tolist(), strict=True
+                        )
+                    ],
+                    dtype=np.int64,
+                ),
+                "boxes": np.array(self._boxes, dtype=np.int64).reshape(-1, 6),
+            }
+        )
+
+
+def held_grids(data: bytes, held: Sequence[Held]) -> list[HeldGrid]:
+    """The matrices a trainer quantises, as it works on them: in the memory it holds."""
+    if not data:
+        return []
+    tables = expand(data, ("grids", "boxes"))
+    boxes: list[list[Box]] = [[] for _ in range(len(tables["grids"]))]
+    names = [""] * len(boxes)
+    for number, shard, row, column, rows, columns in tables["boxes"].tolist():
+        mine = held[shard]
+        size = DTYPE_BYTES[mine.tensor.dtype]
+        offset = (row - mine.lo[0]) * mine.strides[0] + (column - mine.lo[1]) * mine.strides[1]
+        names[number] = mine.tensor.name
+        boxes[number].append(
             Box(
-                address=address,
-                stride=stride,
-                width=DTYPE_BYTES[DTYPES[dtype]],
+                address=mine.address + offset * size,
+                stride=mine.strides[0] * size,
+                width=size,
                 first=(row, column),
                 rows=rows,
                 columns=columns,
             )
-            for address, stride, dtype, row, column, rows, columns in table
-        ),
-    )
-
-
-def _grid_message(plan: Plan, groups: Groups, tensor: int, boxes: list[list[int]]) -> QuantGrid:
-    grid = grid_of(plan, tensor)
-    return QuantGrid(
-        name=plan.trainer.tensors[tensor].name,
-        rows=grid.rows,
-        columns=grid.columns,
-        scaling=grid.scaling.value,
-        group=int(groups.group[tensor]),
-        first_key=groups.first_key[tensor],
-        boxes=pack(np.array(boxes, dtype=np.uint64).reshape(-1)),
-    )
-
-
-def _box(plan: Plan, shard: int, address: int, mine: _Rect, rect: _Rect) -> list[int]:
-    """A rectangle of a shard, as it lies in memory."""
-    layout = plan.trainer
-    stride = [int(s) for s in layout.strides[shard][:2]]
-    size = int(layout.itemsize[layout.tensor_of[shard]])
-    offset = (rect[0][0] - mine[0][0]) * stride[0] + (rect[0][1] - mine[0][1]) * stride[1]
-    dtype = DTYPES.index(layout.tensors[layout.tensor_of[shard]].dtype)
-    rows, columns = rect[1][0] - rect[0][0], rect[1][1] - rect[0][1]
-    return [int(address) + offset * size, stride[0] * size, dtype, *rect[0], rows, columns]
+        )
+    return [
+        HeldGrid(
+            name=name,
+            grid=Grid(rows=rows, columns=columns, scaling=SCALINGS[scaling]),
+            group=group,
+            first_key=first_key,
+            boxes=tuple(found),
+        )
+        for (rows, columns, scaling, group, first_key), found, name in zip(
+            tables["grids"].tolist(), boxes, names, strict=True
+        )
+    ]
 
 
 def _sent_boxes(plan: Plan, trainer: int) -> dict[int, list[_Rect]]:
@@ -131,7 +133,7 @@ def _sent_boxes(plan: Plan, trainer: int) -> dict[int, list[_Rect]]:
     for row in rows[(op == Op.QUANTIZE) | (op == Op.SCALE)].tolist():
         piece = plan.piece[row]
         tensor = number[plan.recipe.sources[plan.recipe.src[piece]]]
-        rect = _rect(plan.src_lo[row], plan.src_extent[row])
+        rect = _rect(plan.src_lo[row].tolist(), plan.src_extent[row].tolist())
         if plan.recipe.op[piece] == Op.SCALE:
             height, width = grid_of(plan, tensor).block
             rect = (
@@ -177,6 +179,6 @@ def _intersect(a: _Rect, b: _Rect) -> _Rect | None:
     return (first, last) if first[0] < last[0] and first[1] < last[1] else None
 
 
-def _rect(lo: Ints, extent: Ints) -> _Rect:
-    first = (int(lo[0]), int(lo[1]))
-    return first, (first[0] + int(extent[0]), first[1] + int(extent[1]))
+def _rect(lo: Sequence[int], extent: Sequence[int]) -> _Rect:
+    first = (lo[0], lo[1])
+    return first, (first[0] + extent[0], first[1] + extent[1])

@@ -6,6 +6,7 @@ for each box travel; addresses do not, because every member knows its own.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
 import numpy as np
@@ -164,11 +165,17 @@ def distinct_rows(table: Int64s) -> tuple[Int64s, Int64s]:
     return table[first], number
 
 
-def held_numbers(layout: Layout, rank: int, where: dict[tuple[str, tuple[int, ...]], int]) -> Int64s:
-    """Of every row of a layout the number of the shard a member holds it as, by name and first coordinate; -1: none."""
+HeldKey = tuple[str, tuple[int, ...], tuple[int, ...]]
+"""Name, first coordinate and extent of a shard."""
+
+
+def held_numbers(layout: Layout, rank: int, where: Mapping[HeldKey, int]) -> Int64s:
+    """Of every row of a layout the number of the shard a member holds it as; -1: it does not."""
     found = np.full(len(layout.lo), -1, dtype=np.int64)
     mine: Ints = np.flatnonzero(layout.groups.contain(layout.group_of, np.full(len(layout.lo), rank)))
-    for row, tensor, lo in zip(mine.tolist(), layout.tensor_of[mine].tolist(), layout.lo[mine].tolist(), strict=True):
+    columns = (mine, layout.tensor_of[mine], layout.lo[mine], layout.extent[mine])
+    for row, tensor, lo, extent in zip(*(column.tolist() for column in columns), strict=True):
         described = layout.tensors[tensor]
-        found[row] = where.get((described.name, tuple(lo[: len(described.shape)])), -1)
+        dims = len(described.shape)
+        found[row] = where.get((described.name, tuple(lo[:dims]), tuple(extent[:dims])), -1)
     return found

@@ -1,23 +1,35 @@
-"""From the plan to each member's part of it: pure functions."""
+"""From the plan to each member's part of it: pure functions.
+
+A part is made in two steps. Sizes of landing areas follow from the plan alone, so engines reserve memory before
+anything is written; addresses follow from what members answer when they have opened their transports.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cache
 
 import numpy as np
 from numpy.typing import NDArray
 
-from weft.codec.image import chunk_layouts
-from weft.config import DeltaPolicy, StagingPolicy, TransferSettings
+from weft.config import DeltaPolicy, ReceiverMode, StagingPolicy, TransferSettings
+from weft.core.carriage import Carriage
+from weft.core.exchange import Groups
 from weft.core.layout import DTYPE_BYTES
 from weft.core.plan import Plan
+from weft.core.recipe import Op
+from weft.core.row_boxes import RowBoxes
 from weft.errors import PlanError
-from weft.runtime.compile.grids import Groups, trainer_grids
-from weft.runtime.compile.link_rows import LinkRows, Places, PlanTables, link_rows
-from weft.runtime.control.messages import Join, Opened, ReceivePlan, SendPlan, Source, Target, pack
+from weft.runtime.compile.columns import squeeze
+from weft.runtime.compile.grids import TrainerGrids, trainer_grids
+from weft.runtime.compile.link_boxes import LinkBoxes, PlanBoxes, held_numbers
+from weft.runtime.compile.link_stream import LinkStream
+from weft.runtime.control.messages import HeldShard, Join, Opened, ReceivePlan, SendPlan, Source, Target, unpack
+from weft.transport.registry import IS_MAPPED
 
 ALIGN = 256
-"""Shards begin at multiples of this in an engine rank's digest space."""
+"""Shards begin at multiples of this in an engine rank's digest space, streams and patches in their memory."""
+Int64s = NDArray[np.int64]
 
 
 class Parts:
@@ -28,84 +40,110 @@ class Parts:
         plan: Plan,
         digest: str,
         joins: tuple[Mapping[int, Join], Mapping[int, Join]],
-        opened: tuple[Mapping[int, Opened], Mapping[int, Opened]],
         transports: Mapping[tuple[int, int], str],
         settings: TransferSettings,
     ) -> None:
         self._plan, self._digest, self._transports, self._settings = plan, digest, transports, settings
         self._trainers, self._engines = joins
-        self._from, self._to = opened
-        self._groups = Groups.of(plan)
-        self._shards = {
-            trainer: _shard_addresses(plan, trainer, join, self._from[trainer])
-            for trainer, join in self._trainers.items()
+        groups = Groups.of(plan)
+        rows = RowBoxes.of(plan, groups)
+        _check_quantized(plan, rows)
+        boxes = PlanBoxes(plan, rows)
+        shards = {t: held_numbers(plan.trainer, t, _held_keys(join.held)) for t, join in self._trainers.items()}
+        tensors = {e: held_numbers(plan.recipe.engine, e, _engine_keys(join.held)) for e, join in self._engines.items()}
+        self._grids = {t: trainer_grids(plan, groups, t, shards[t]) for t in self._trainers}
+        grid_numbers = {t: _grid_numbers(plan, grids) for t, grids in self._grids.items()}
+        self._boxes = {
+            (t, e): boxes.link(t, e, shard=shards[t], tensor=tensors[e], grid=grid_numbers[t])
+            for t, e in zip(*(side.tolist() for side in np.nonzero(plan.pair_bytes)), strict=True)
         }
-        self._grids = {
-            trainer: trainer_grids(plan, self._groups, trainer, address) for trainer, address in self._shards.items()
-        }
-        self._destinations = {
-            engine: _destinations(plan, engine, join, self._to[engine]) for engine, join in self._engines.items()
-        }
-        self._tables = PlanTables.of(plan)
-        self._routes = np.argsort(plan.pair, kind="stable")
-        self._sorted_pairs = plan.pair[self._routes]
-        self._rows = {
-            (int(trainer), int(engine)): self._make_rows(int(trainer), int(engine))
-            for trainer, engine in zip(*np.nonzero(plan.pair_bytes), strict=True)
-        }
-        self._slots = self._make_slots()
+        self._encoded = {link: boxes.encode() for link, boxes in self._boxes.items()}
+        self._places = {e: digest_places(join.held) for e, join in self._engines.items()}
+        self._streams, self._patches = self._lay_out()
+
+    def _lay_out(self) -> tuple[dict[tuple[int, int], int], dict[tuple[int, int], int]]:
+        """Where each link's stream and patches begin in the memory of its engine rank."""
+        streams, patches = {}, {}
+        self._landing_bytes = dict.fromkeys(self._engines, 0)
+        self._patch_bytes = dict.fromkeys(self._engines, 0)
+        sizes = cache(self._sizes)
+        self._wire_bytes = {}
+        for link in sorted(self._boxes):
+            engine = link[1]
+            landing, patch, self._wire_bytes[link] = sizes(self._encoded[link], self.carriage(*link))
+            streams[link], patches[link] = self._landing_bytes[engine], self._patch_bytes[engine]
+            self._landing_bytes[engine] += -(-landing // ALIGN) * ALIGN
+            self._patch_bytes[engine] += -(-patch // ALIGN) * ALIGN
+        return streams, patches
+
+    def _sizes(self, encoded: bytes, carriage: Carriage) -> tuple[int, int, int]:
+        """Bytes a link needs in the landing area and for its patches, and what it carries in a whole version."""
+        stream = LinkStream(LinkBoxes.decode(encoded), carriage)
+        landing = stream.num_bytes if carriage.lands_in_stream else 0
+        is_delta = self._settings.delta is DeltaPolicy.ON
+        patch = sum(image.max_patch_bytes for image in stream.images()) if is_delta else 0
+        return landing, patch, int(stream.chunk_wire_bytes.sum())
+
+    def carriage(self, trainer: int, engine: int) -> Carriage:
+        """How a link carries its stream."""
+        settings, transport = self._settings, self._transports[trainer, engine]
+        return Carriage(
+            chunk_bytes=settings.chunk_bytes_on(self._engines[engine].place.device),
+            min_run_bytes=self._min_run_bytes(transport),
+            is_mapped=transport in IS_MAPPED,
+            lands_in_stream=settings.mode is ReceiverMode.SHADOW,
+            is_kept=settings.delta is DeltaPolicy.ON or settings.staging is StagingPolicy.CPU,
+        )
+
+    def _min_run_bytes(self, transport: str) -> int:
+        """Shorter runs are packed, where the engine can scatter them."""
+        lands_in_stream = self._settings.mode is ReceiverMode.SHADOW
+        return self._plan.topology.min_run_bytes(transport) if lands_in_stream else 0
 
     @property
     def holders(self) -> dict[int, frozenset[int]]:
         """For each group of quantised matrices, the trainers that hold some of it."""
-        held = {trainer: {grid.group for grid in grids.values()} for trainer, grids in self._grids.items()}
-        groups = set().union(*held.values())
-        return {group: frozenset(t for t, mine in held.items() if group in mine) for group in groups}
+        groups = frozenset().union(*(grids.groups for grids in self._grids.values()))
+        return {group: frozenset(t for t, grids in self._grids.items() if group in grids.groups) for group in groups}
 
-    def _make_slots(self) -> dict[tuple[int, int], int]:
-        """Where each trainer's patches land on each engine rank that has memory for them."""
-        slots = {}
-        used: dict[int, int] = {}
-        for (trainer, engine), rows in sorted(self._rows.items()):
-            opened = self._to[engine]
-            if not opened.patch_bytes:
-                continue
-            begin = used.get(engine, 0)
-            slots[trainer, engine] = opened.patch_address + begin
-            chunks = chunk_layouts(rows.length, rows.width, rows.num_direct, rows.chunk_ends)
-            room = sum(chunk.max_patch_bytes for chunk in chunks)
-            used[engine] = begin + -(-room // ALIGN) * ALIGN
-            if used[engine] > opened.patch_bytes:
-                raise PlanError(
-                    f"engine {engine} has {opened.patch_bytes} bytes for patches, {used[engine]} are needed"
-                )
-        return slots
+    @property
+    def wire_bytes(self) -> dict[tuple[int, int], int]:
+        """What each link carries in a version that is sent whole."""
+        return self._wire_bytes
 
-    def send_plan(self, trainer: int) -> SendPlan:
-        """The rows one trainer writes. It begins with the engine rank of its own number, so that all are busy."""
-        engines = sorted(engine for t, engine in self._rows if t == trainer)
+    def landing_bytes(self, engine: int) -> int:
+        """The landing area an engine rank needs."""
+        return self._landing_bytes[engine]
+
+    def patch_bytes(self, engine: int) -> int:
+        """The memory an engine rank needs for patches."""
+        return self._patch_bytes[engine]
+
+    def send_plan(self, trainer: int, opened: Mapping[int, Opened]) -> SendPlan:
+        """What one trainer writes. It begins with the engine rank of its own number, so that all are busy."""
+        engines = sorted(engine for t, engine in self._boxes if t == trainer)
         first = trainer % max(len(self._engines), 1)
         ordered = [e for e in engines if e >= first] + [e for e in engines if e < first]
         return SendPlan(
             plan_digest=self._digest,
-            targets=[self._target(trainer, engine) for engine in ordered],
-            grids=list(self._grids[trainer].values()),
+            targets=[self._target(trainer, engine, opened[engine]) for engine in ordered],
+            grids=self._grids[trainer].encode(),
         )
 
-    def _target(self, trainer: int, engine: int) -> Target:
-        rows = self._rows[trainer, engine]
+    def _target(self, trainer: int, engine: int, opened: Opened) -> Target:
+        link = trainer, engine
+        tensors = self._boxes[link].tensors
+        places = {"position": self._places[engine][tensors]}
+        if opened.live:
+            places["address"] = unpack(opened.live).astype(np.int64)[tensors]
         return Target(
             engine=engine,
-            offer=self._to[engine].offers[self._transports[trainer, engine]],
-            src=pack(rows.src),
-            dst=pack(rows.dst),
-            length=pack(rows.length),
-            position=pack(rows.position),
-            width=pack(rows.width),
-            slot=self._slots.get((trainer, engine), 0),
-            num_direct=rows.num_direct,
-            chunk_ends=pack(rows.chunk_ends),
-            boxes=pack(rows.boxes.reshape(-1)),
+            offer=opened.offers[self._transports[link]],
+            carriage=self.carriage(trainer, engine),
+            boxes=self._encoded[link],
+            places=squeeze(places),
+            stream=opened.landing + self._streams[link] if opened.landing else 0,
+            patches=opened.patches + self._patches[link] if opened.patches else 0,
         )
 
     def receive_plan(self, engine: int) -> ReceivePlan:
@@ -113,70 +151,53 @@ class Parts:
         sources = [
             Source(
                 trainer=trainer,
-                transport=self._transports[trainer, engine],
-                address=pack(rows.dst),
-                position=pack(rows.position),
-                length=pack(rows.length),
-                width=pack(rows.width),
-                slot=self._slots.get((trainer, e), 0),
-                num_direct=rows.num_direct,
-                chunk_ends=pack(rows.chunk_ends),
+                transport=self._transports[trainer, e],
+                carriage=self.carriage(trainer, e),
+                boxes=self._encoded[trainer, e],
+                stream=self._streams[trainer, e],
+                patches=self._patches[trainer, e],
             )
-            for (trainer, e), rows in self._rows.items()
+            for trainer, e in self._boxes
             if e == engine
         ]
         return ReceivePlan(plan_digest=self._digest, sources=sources)
 
-    def _make_rows(self, trainer: int, engine: int) -> LinkRows:
-        plan, settings = self._plan, self._settings
-        pair = trainer * plan.topology.num_engines + engine
-        first, last = np.searchsorted(self._sorted_pairs, [pair, pair + 1])
-        rows = np.searchsorted(plan.first, self._routes[first:last], side="right") - 1
-        address, position = self._destinations[engine]
-        grid = np.full(len(plan.trainer.tensors), -1, dtype=np.int64)
-        grid[list(self._grids[trainer])] = np.arange(len(self._grids[trainer]))
-        places = Places(
-            tables=self._tables,
-            shard=self._shards[trainer],
-            dst=address,
-            position=position,
-            grid=grid,
-            group=self._groups.group,
+
+def digest_places(held: list[HeldShard]) -> Int64s:
+    """Where each shard of an engine rank lies in its digest space."""
+    sizes = [int(np.prod(shard.extent)) * DTYPE_BYTES[shard.dtype] for shard in held]
+    aligned = -(-np.array(sizes, dtype=np.int64) // ALIGN) * ALIGN
+    return np.cumsum(aligned) - aligned
+
+
+def _held_keys(held: list[HeldShard]) -> dict[tuple[str, tuple[int, ...], tuple[int, ...]], int]:
+    """A trainer's shards, under all their names."""
+    return {
+        (name, shard.lo, shard.extent): number
+        for number, shard in enumerate(held)
+        for name in (shard.name, *shard.aliases)
+    }
+
+
+def _engine_keys(held: list[HeldShard]) -> dict[tuple[str, tuple[int, ...], tuple[int, ...]], int]:
+    """An engine rank's shards; each is a tensor of its own in the plan."""
+    return {(shard.name, (0,) * len(shard.extent), shard.extent): number for number, shard in enumerate(held)}
+
+
+def _grid_numbers(plan: Plan, grids: TrainerGrids) -> Int64s:
+    """The trainer's number of the grid of each trainer tensor; -1 where it has none."""
+    numbers = np.full(len(plan.trainer.tensors), -1, dtype=np.int64)
+    numbers[grids.tensors] = np.arange(len(grids.tensors))
+    return numbers
+
+
+def _check_quantized(plan: Plan, rows: RowBoxes) -> None:
+    """What is quantised is read in whole runs of columns."""
+    wrong = (rows.op == Op.QUANTIZE) & (rows.src_strides[:, -1] != 1) & (rows.extent[:, -1] > 1)
+    if wrong.any():
+        row = int(np.flatnonzero(wrong)[0])
+        name = plan.recipe.engine.tensors[plan.recipe.engine.tensor_of[plan.dst[row]]].name
+        raise PlanError(
+            f"`{name}` is quantised from a transposed matrix",
+            hint="let trainers hold it in the order of the checkpoint, or engines in the trainer's precision",
         )
-        is_imaged = settings.delta is DeltaPolicy.ON or settings.staging is StagingPolicy.CPU
-        chunk_bytes = settings.chunk_bytes_on(self._engines[engine].place.device)
-        return link_rows(plan, rows, places, is_imaged=is_imaged, chunk_bytes=chunk_bytes)
-
-
-def _shard_addresses(plan: Plan, trainer: int, join: Join, opened: Opened) -> NDArray[np.int64]:
-    """Where each shard row lies in one trainer's memory; zero where it does not hold it."""
-    where = {
-        (name, held.lo, held.extent): address
-        for held, address in zip(join.held, opened.addresses, strict=True)
-        for name in (held.name, *held.aliases)
-    }
-    layout = plan.trainer
-    addresses = np.zeros(len(layout.lo), dtype=np.int64)
-    mine = layout.groups.contain(layout.group_of, np.full(len(layout.lo), trainer))
-    for row in np.flatnonzero(mine).tolist():
-        tensor = layout.tensors[layout.tensor_of[row]]
-        num_dims = len(tensor.shape)
-        lo, extent = (tuple(int(x) for x in column[row][:num_dims]) for column in (layout.lo, layout.extent))
-        addresses[row] = where.get((tensor.name, lo, extent), 0)
-    return addresses
-
-
-def _destinations(plan: Plan, engine: int, join: Join, opened: Opened) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Where each engine row lies on one engine rank: its address, and its place in the rank's digest space."""
-    sizes = [-(-int(np.prod(held.extent)) * DTYPE_BYTES[held.dtype] // ALIGN) * ALIGN for held in join.held]
-    places = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64).tolist()
-    where = {
-        held.name: (address, place) for held, address, place in zip(join.held, opened.addresses, places, strict=False)
-    }
-    layout = plan.recipe.engine
-    mine = layout.groups.contain(layout.group_of, np.full(len(layout.lo), engine))
-    found = [
-        where[layout.tensors[layout.tensor_of[row]].name] if mine[row] else (0, 0) for row in range(len(layout.lo))
-    ]
-    address, position = np.array(found, dtype=np.int64).reshape(-1, 2).T
-    return address, position

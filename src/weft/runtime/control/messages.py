@@ -1,11 +1,11 @@
-"""Everything that travels on the control plane. Version 5.
+"""Everything that travels on the control plane. Version 6.
 
     member → controller   Join, Opened, Blocked, Want, Amax, Written, Stopped, At, Paused, Ready, Failed, Committed,
                           Beat, Leave
     controller → member   Welcome, Refused, Unknown, Open, CutOff, SendPlan, ReceivePlan, Expect, Go, Agreed, Verify,
                           Boundary, Decide, Alive
 
-Columns of numbers travel as little-endian 8-byte integers.
+Tables travel compressed (weft.runtime.compile.columns), other columns as little-endian 8-byte integers.
 """
 
 from __future__ import annotations
@@ -16,11 +16,12 @@ import msgspec
 import numpy as np
 
 from weft.config import TransferSettings
+from weft.core.carriage import Carriage
 from weft.transport.base import Column, Descriptor, Endpoint
 from weft.transport.host import ProcessIdentity
 from weft.transport.registry import Place
 
-PROTOCOL = 5
+PROTOCOL = 6
 STEPS_AHEAD = 2
 """How many steps an engine rank may go on while the ranks of its engine agree on a boundary."""
 
@@ -100,11 +101,13 @@ class Opened(_Message, frozen=True):
 
     round: int
     offers: dict[str, Offer]
-    addresses: list[int]
-    """Where each held shard is read from (trainers) or written to (engines)."""
-    patch_address: int = 0
-    """Engines that take patches: where these may land."""
-    patch_bytes: int = 0
+    """Of engines: how writers reach the memory below."""
+    live: bytes = b""
+    """Engines whose live weights are written: the address of each shard."""
+    landing: int = 0
+    """Engines with a landing area: its address."""
+    patches: int = 0
+    """Engines that take patches: the address of the memory for them."""
 
 
 class Blocked(_Message, frozen=True):
@@ -248,6 +251,10 @@ class Open(_Message, frozen=True):
     """Engines: incarnations that are gone, and were not writing."""
     abandoned: bool = False
     """Engines: whether something may still be on its way to them; closing their side ends that."""
+    landing_bytes: int = 0
+    """Engines: the landing area they need; 0: live memory is written."""
+    patch_bytes: int = 0
+    """Engines: the memory they need for patches."""
 
 
 class CutOff(_Message, frozen=True):
@@ -257,40 +264,19 @@ class CutOff(_Message, frozen=True):
 
 
 class Target(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Rows one trainer writes to one engine rank."""
+    """What one trainer sends to one engine rank."""
 
     engine: int
     offer: Offer
-    src: bytes
-    dst: bytes
-    length: bytes
-    position: bytes
-    """Where each row lies in the engine rank's digest space."""
-    width: bytes
-    """Bytes of each row's elements."""
-    slot: int = 0
-    """Where patches go, if they are sent."""
-    num_direct: int
-    """The first rows go straight from the weights, the others in chunks."""
-    chunk_ends: bytes = b""
-    """One past the last row of each chunk."""
-    boxes: bytes = b""
-    """Conversions: a table of weft.codec.conversion.Conversion."""
-
-
-class QuantGrid(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A matrix of which a trainer sends something as FP8."""
-
-    name: str
-    rows: int
-    columns: int
-    scaling: str
-    group: int
-    """Magnitudes of one group are exchanged together."""
-    first_key: int
-    """The first of its blocks among those of all matrices."""
+    carriage: Carriage
     boxes: bytes
-    """Where to look: address, stride, dtype, first row, first column, rows, columns of each part."""
+    """A table of weft.runtime.compile.link_boxes.LinkBoxes."""
+    places: bytes
+    """Where the tensors of that table lie: in the digest's space, and in live memory where that is written."""
+    stream: int = 0
+    """Address of the stream in the landing area; 0: live memory is written."""
+    patches: int = 0
+    """Where patches go, if they are sent."""
 
 
 class SendPlan(_Message, frozen=True):
@@ -298,24 +284,21 @@ class SendPlan(_Message, frozen=True):
 
     plan_digest: str
     targets: list[Target]
-    grids: list[QuantGrid] = []
-    """Sorted by group."""
+    grids: bytes = b""
+    """Matrices of which a trainer sends something as FP8: a table of weft.runtime.compile.grids."""
 
 
 class Source(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Rows one engine rank gets from one trainer, in the order they are written."""
+    """What one engine rank gets from one trainer."""
 
     trainer: int
     transport: str
-    address: bytes
-    position: bytes
-    length: bytes
-    width: bytes
-    slot: int = 0
-    """Where this trainer's patches land."""
-    num_direct: int
-    """The first rows are written in this order; chunks may come in any."""
-    chunk_ends: bytes = b""
+    carriage: Carriage
+    boxes: bytes
+    stream: int = 0
+    """Where this trainer's stream begins in the landing area."""
+    patches: int = 0
+    """Where its patches begin in the memory for them."""
 
 
 class ReceivePlan(_Message, frozen=True):

@@ -14,7 +14,7 @@ from typing import Any, get_args
 from weft.core.layout import DTYPE_BYTES, MAX_DIMS, MAX_TENSOR_DIM, Shard, shard_problem
 from weft.core.version import MAX_FIRST, MAX_STEP, MAX_VERSION
 from weft.errors import LayoutError, ProtocolError
-from weft.runtime.control.messages import FromEngine, FromTrainer, HeldShard, Join, Opened, Written
+from weft.runtime.control.messages import FromEngine, FromTrainer, HeldShard, Join, Opened, Written, unpack
 
 MAX_SHARDS = 1_000_000
 MAX_RUNS = 1 << 22
@@ -136,11 +136,20 @@ def check_opened(join: Join, opened: Opened, transports: Collection[str]) -> Non
         spoken = {offer.endpoint.transport, *(descriptor.transport for descriptor in offer.descriptors)}
         if spoken != {name} or offer.endpoint.member != member:
             raise ProtocolError(f"{member} offers {sorted(spoken)} of {offer.endpoint.member} as {name}")
-    if len(opened.addresses) != len(join.held):
-        raise ProtocolError(f"{member} has {len(opened.addresses)} addresses for {len(join.held)} shards")
-    wrong = [address for address in opened.addresses if not 0 <= address < MAX_ADDRESS]
-    if wrong or not 0 <= opened.patch_address < MAX_ADDRESS or not 0 <= opened.patch_bytes < MAX_ADDRESS:
-        raise ProtocolError(f"{member} names impossible addresses: {wrong[:3] or opened.patch_address}")
+    if join.side == "engine":
+        _check_memory(member, join, opened)
+
+
+def _check_memory(member: str, join: Join, opened: Opened) -> None:
+    """Raise unless an engine rank offers its live weights, an address for each, or memory beside them."""
+    has_own = bool(opened.landing or opened.patches)
+    if len(opened.live) != (0 if has_own else 8 * len(join.held)):
+        raise ProtocolError(f"{member} has {len(opened.live)} bytes of addresses for {len(join.held)} shards")
+    live = unpack(opened.live)
+    wrong = [*live[live >= MAX_ADDRESS][:3].tolist()]
+    wrong += [address for address in (opened.landing, opened.patches) if not 0 <= address < MAX_ADDRESS]
+    if wrong:
+        raise ProtocolError(f"{member} names impossible addresses: {wrong}")
 
 
 def check_written(trainer: int, message: Written, engines: Collection[int], owed: Mapping[int, int] | None) -> None:

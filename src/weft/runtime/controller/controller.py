@@ -156,6 +156,7 @@ class Controller:
         self._links: dict[tuple[int, int], Choice] = {}
         self._plan: Plan | None = None
         self._plan_digest = ""
+        self._parts: Parts | None = None
         self._amax = AmaxExchange({})
         self._must_plan = False
         self._settled: set[int] = set()
@@ -433,6 +434,9 @@ class Controller:
         except WeftError as error:
             self._refuse_all(error)
             return
+        if not self._make_plan():
+            return
+        assert self._parts is not None
         for member, known in self._who.members.items():
             transports = sorted(set(known.transports.values()))
             message = Open(round=self._who.round, transports=transports)
@@ -443,6 +447,8 @@ class Controller:
                     writers=self._writers_of(known),
                     settled=sorted(self._settled),
                     abandoned=known.join.rank in self._abandoned,
+                    landing_bytes=self._parts.landing_bytes(known.join.rank),
+                    patch_bytes=self._parts.patch_bytes(known.join.rank),
                 )
             self._send(member, message)
 
@@ -466,9 +472,10 @@ class Controller:
         check_opened(known.join, message, set(known.transports.values()))
         known.opened, known.blocked = message, ""
         if self._who.has_opened:
-            self._make_plan()
+            self._ship_plan()
 
-    def _make_plan(self) -> None:
+    def _make_plan(self) -> bool:
+        """Plan for the members that are there; False, and they hear why, if they do not fit."""
         who = self._who
         trainers, engines = who.joins("trainer"), who.joins("engine")
         try:
@@ -476,22 +483,29 @@ class Controller:
                 trainers, engines, self._cluster, ranks_per_engine=who.ranks_per_engine, ignore=self._ignore
             )
             digest = plan_file.digest(plan)
-            opened = who.opened("trainer"), who.opened("engine")
             transports = {link: choice.transport for link, choice in self._links.items()}
-            parts = Parts(plan, digest, (trainers, engines), opened, transports, self._settings)
+            parts = Parts(plan, digest, (trainers, engines), transports, self._settings)
         except WeftError as error:
             self._refuse_misfits(error)
-            return
+            return False
         except Exception as error:  # a defect of ours: whoever reported last is not to blame
             log.exception("a defect while planning")
             self._refuse_all(PlanError(f"{type(error).__name__} while planning: {error}"))
-            return
-        self._plan, self._plan_digest = plan, digest
+            return False
+        self._plan, self._plan_digest, self._parts = plan, digest, parts
         self._amax = AmaxExchange(parts.holders)
-        for rank in engines:
+        return True
+
+    def _ship_plan(self) -> None:
+        """All members have opened: each gets its part of the plan."""
+        who, plan, parts = self._who, self._plan, self._parts
+        assert plan is not None
+        assert parts is not None
+        opened = who.opened("engine")
+        for rank in opened:
             self._send(f"engine {rank}", parts.receive_plan(rank))
-        for rank in trainers:
-            self._send(f"trainer {rank}", parts.send_plan(rank))
+        for rank in who.joins("trainer"):
+            self._send(f"trainer {rank}", parts.send_plan(rank, opened))
         self._planned_round = who.round
         self._settled.clear()  # engines have heard of them
         self._abandoned.clear()
@@ -712,9 +726,9 @@ class Controller:
 
     def _owed(self, trainer: int) -> dict[int, int] | None:
         """The bytes a trainer writes to each engine rank; None where patches, of any length, are written."""
-        if self._plan is None or self._settings.delta is DeltaPolicy.ON:
+        if self._parts is None or self._settings.delta is DeltaPolicy.ON:
             return None
-        return {engine: int(n) for engine, n in enumerate(self._plan.pair_bytes[trainer]) if n}
+        return {engine: n for (t, engine), n in self._parts.wire_bytes.items() if t == trainer}
 
     def _stopped(self, member: str, join: Join, message: Stopped) -> None:
         """A trainer is not writing a version that it was told to write: nobody waits for it any longer."""
@@ -747,12 +761,12 @@ class Controller:
 
     def _takes_their_word(self, transfer: Transfer) -> bool:
         """Without a digest all that engines could do is count again what writers say has landed."""
-        settings, plan = self._settings, self._plan
-        if settings.digest is DigestPolicy.ON or settings.delta is DeltaPolicy.ON or plan is None:
+        settings, parts = self._settings, self._parts
+        if settings.digest is DigestPolicy.ON or settings.delta is DeltaPolicy.ON or parts is None:
             return False
         if self._needed_engines < self._who.num["engine"] // self._who.ranks_per_engine:
             return False  # with a quorum the first that are ready would leave the others behind
-        return transfer.is_sent_whole(plan)
+        return transfer.is_sent_whole(parts.wire_bytes)
 
     def _failed(self, member: str, join: Join, version: int, reason: str) -> None:
         transfer = self._transfer

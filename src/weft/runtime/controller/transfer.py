@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from weft.core.plan import Plan
 from weft.core.version import Decision
 from weft.runtime.control.messages import Part
 
@@ -47,8 +47,7 @@ class Transfer:
         late = f"version {self.version} was not ready everywhere after {version_s:.1f} s"
         return f"{late}, waiting for {', '.join(waits) or 'engines to verify it'}"
 
-    def is_sent_whole(self, plan: Plan) -> bool:
-        """Whether writers say that they have sent every byte of the plan, to the engines that take part."""
+    def is_sent_whole(self, owed: Mapping[tuple[int, int], int]) -> bool:
+        """Whether writers say that they have sent every byte they owe, to the engines that take part."""
         sent = {(part.trainer, part.engine): part.num_bytes for part in self.parts}
-        owed = {(int(t), int(e)): int(plan.pair_bytes[t, e]) for t, e in zip(*plan.pair_bytes.nonzero(), strict=True)}
         return sent == {link: num_bytes for link, num_bytes in owed.items() if link[1] in self.engines}

@@ -1,7 +1,7 @@
 """Following one version as it lands: what has arrived from each trainer, and its digest.
 
-Bytes of one trainer are counted in the order of its rows, so a receiver can digest the first ones while the rest is on
-its way. What is wrong is known by trainer.
+Bytes of one trainer are counted in the order of its Chunks, so a receiver can digest the first ones while the rest is
+on its way. What is wrong is known by trainer.
 """
 
 from __future__ import annotations
@@ -10,73 +10,30 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
 from weft.config import DigestPolicy
 from weft.devices import DeviceWork
 from weft.errors import IntegrityError
-from weft.runtime.control.messages import Part, Source, unpack
+from weft.runtime.control.messages import Part
+from weft.runtime.receive.landing import ArrivingLink
 from weft.runtime.transports import OpenTransports
-from weft.transport.base import Column, joined_rows
 
-STEP_BYTES = 64 << 20
-"""Most bytes digested before the control channel is looked at again (CPU memory)."""
 _MASK = (1 << 64) - 1
-
-
-@dataclass(frozen=True, kw_only=True)
-class Stream:
-    """What comes from one trainer, in every version."""
-
-    trainer: int
-    transport: str
-    address: Column
-    position: Column
-    length: Column
-    ends: Column
-    total: int
-    is_ordered: bool = True
-    """Whether bytes are counted in the order of the rows; otherwise nothing is known before all are here."""
-
-    @classmethod
-    def of(cls, source: Source) -> Stream:
-        """From an engine rank's part of the plan."""
-        address, position, length = unpack(source.address), unpack(source.position), unpack(source.length)
-        first, length = joined_rows(length, moving=(address, position))
-        ends = np.cumsum(length)
-        return cls(
-            trainer=source.trainer,
-            transport=source.transport,
-            address=address[first],
-            position=position[first],
-            length=length,
-            ends=ends,
-            total=int(ends[-1]),
-            is_ordered=not source.chunk_ends,
-        )
-
-    def rows(self, begin: int, end: int) -> tuple[Column, Column, Column]:
-        """The rows of bytes `begin` to `end`, the first and the last one cut."""
-        if begin == 0 and end == self.total:
-            return self.address, self.position, self.length
-        first = int(np.searchsorted(self.ends, begin, side="right"))
-        last = int(np.searchsorted(self.ends, end, side="left"))
-        address, position, length = (c[first : last + 1].copy() for c in (self.address, self.position, self.length))
-        skip = np.uint64(begin - (int(self.ends[first]) - int(self.length[first])))
-        address[0] += skip
-        position[0] += skip
-        length[0] -= skip
-        length[-1] -= np.uint64(int(self.ends[last]) - end)
-        return address, position, length
 
 
 @dataclass(slots=True)
 class _Progress:
     """How far one trainer's bytes have come in."""
 
-    stream: Stream
+    link: ArrivingLink
+    chunk: int = 0
+    """Chunks that were taken in."""
     done: int = 0
     digest: int = 0
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all bytes are here."""
+        return self.chunk == len(self.link.chunks)
 
 
 def spare_core() -> bool:
@@ -95,17 +52,14 @@ class Arrivals:
     def __init__(
         self,
         version: int,
-        streams: Sequence[Stream],
+        links: Sequence[ArrivingLink],
         transports: OpenTransports,
         work: DeviceWork,
         digest: DigestPolicy,
-        *,
-        step_bytes: int = STEP_BYTES,
     ) -> None:
         self.version = version
-        self._step_bytes = step_bytes
         self._transports, self._work, self._digest = transports, work, digest
-        self._progress = [_Progress(stream) for stream in streams]
+        self._progress = [_Progress(link) for link in links]
 
     @property
     def num_bytes(self) -> int:
@@ -115,27 +69,28 @@ class Arrivals:
     @property
     def total_bytes(self) -> int:
         """Bytes of the whole version."""
-        return sum(progress.stream.total for progress in self._progress)
+        return sum(progress.link.total for progress in self._progress)
 
     @property
     def is_whole(self) -> bool:
         """Whether all bytes are here."""
-        return all(progress.done >= progress.stream.total for progress in self._progress)
+        return all(progress.is_whole for progress in self._progress)
 
     def follow(self) -> bool:
-        """Take in some of what has landed since; returns whether there was anything."""
+        """Take in, from every trainer, the next Chunk that has landed; returns whether there was any."""
         moved = False
         for progress in self._progress:
-            stream = progress.stream
-            landed = self._transports[stream.transport].arrived(self.version + 1, writer=stream.trainer)
-            if landed < stream.total and not stream.is_ordered:
+            link = progress.link
+            if progress.is_whole:
                 continue
-            landed = min(landed, progress.done + self._step_bytes, stream.total)
-            if landed <= progress.done:
+            landed = self._transports[link.transport].arrived(self.version + 1, writer=link.trainer)
+            num_bytes, planes = link.chunks[progress.chunk]
+            if landed < (progress.done + num_bytes if link.is_ordered else link.total):
                 continue
             if self._digest is DigestPolicy.ON:
-                progress.digest += self._work.digest(*stream.rows(progress.done, landed))
-            progress.done = landed
+                progress.digest += self._work.digest_planes(planes)
+            progress.done += num_bytes
+            progress.chunk += 1
             moved = True
         return moved
 
@@ -144,7 +99,7 @@ class Arrivals:
         sent = {part.trainer: part for part in parts}
         wrong = []
         for progress in self._progress:
-            trainer, total, found = progress.stream.trainer, progress.stream.total, progress.digest & _MASK
+            trainer, total, found = progress.link.trainer, progress.link.total, progress.digest & _MASK
             part = sent.get(trainer)
             if part is None or part.num_bytes != total:
                 wrong.append(f"trainer {trainer} sent {part.num_bytes if part else 0} of {total} bytes")

@@ -1,94 +1,178 @@
-"""Where versions land on an engine rank: in staging memory (`shadow`) or in the live weights (`in_place`)."""
+"""What comes to an engine rank and where it belongs: compiled from its part of the plan, for all versions.
+
+In mode `shadow` versions land in stream order beside the live weights, and a commit scatters them; elsewhere they land
+where they belong.
+"""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
-from weft.codec import delta
+from weft.codec.delta import ImageRows
+from weft.codec.image import ImageLayout
 from weft.core.boxes import row_major_strides
 from weft.core.layout import DTYPE_BYTES
-from weft.core.runs import expand_runs
+from weft.core.planes import Planes, joined, planes_of
 from weft.errors import LayoutError
-from weft.runtime.weights import Allocate, Held, Weights
-from weft.transport.base import Column, Memory
+from weft.runtime.compile.link_boxes import LinkBoxes
+from weft.runtime.compile.link_stream import LinkStream
+from weft.runtime.compile.parts import digest_places
+from weft.runtime.control.messages import Source
+from weft.runtime.memory import own_memory
+from weft.runtime.weights import Held, Weights
+from weft.transport.base import Memory
 
 ALIGN = 256
+SCRATCH_BYTES = 64
+"""Where gaps between the units of a patch go."""
+Int64s = NDArray[np.int64]
 
-Rows = tuple[Column, Column, Column]
-"""Destination, source and length of what is copied."""
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ArrivingLink:
+    """What comes from one trainer in a version: Chunks, in the order in which they are written."""
+
+    trainer: int
+    transport: str
+    chunks: tuple[tuple[int, Planes], ...]
+    """Bytes that arrive, and the planes that are digested when they have."""
+    is_ordered: bool
+    """Whether bytes are counted in this order; otherwise nothing is known before all are here."""
+
+    @property
+    def total(self) -> int:
+        """All bytes."""
+        return sum(num_bytes for num_bytes, _ in self.chunks)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PatchPlace:
+    """Where the patch of one Chunk lands, and where its changes belong."""
+
+    slot: int
+    layout: ImageLayout
+    rows: tuple[ImageRows, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PatchedLink:
+    """What comes from one trainer as patches."""
+
+    trainer: int
+    transport: str
+    chunks: tuple[PatchPlace, ...]
+
+
 class Landing:
-    """Destinations of one engine rank's shards."""
+    """An engine rank's part of a plan."""
 
-    addresses: tuple[int, ...]
-    """One for each shard; every shard is contiguous there."""
-    ranges: tuple[tuple[int, int], ...]
-    """Memory writers may reach: address and bytes."""
-    copy: Rows | None
-    """What makes a staged version visible; None: it is where it belongs."""
-    keep: Any
+    def __init__(
+        self, sources: Sequence[Source], weights: Weights, *, landing: Memory | None, patches: Memory | None
+    ) -> None:
+        """`landing`: where streams land; None: in the live weights. `patches`: where patches do."""
+        self._keep = landing, patches
+        self._scratch = own_memory(weights.device, SCRATCH_BYTES)
+        self._bounce, live, bounces = _straight_addresses(weights)
+        self._live = live
+        self._place = digest_places(weights.shards)
+        self.arriving: list[ArrivingLink] = []
+        """What is followed, of versions that are sent whole."""
+        self.patched: list[PatchedLink] = []
+        tables: list[Planes] = []
+        streams: dict[tuple[object, ...], LinkStream] = {}
+        for source in sources:
+            key = source.boxes, source.carriage
+            stream = streams.get(key) or streams.setdefault(key, LinkStream(LinkBoxes.decode(source.boxes), key[1]))
+            at = None if landing is None else landing.address + source.stream
+            found = self._landed(stream, at)
+            tables += found
+            if patches is None:
+                self.arriving.append(_arriving(source, stream, found))
+            else:
+                self.patched.append(self._patched(source, stream, at, patches.address + source.patches))
+        self.steps: tuple[Planes, ...] = ()
+        """What makes a staged version visible, one after the other; nothing where it is in its place already."""
+        if landing is not None:
+            self.steps = (joined(tables), *([joined(bounces)] if bounces else []))
+
+    def _landed(self, stream: LinkStream, at: int | None) -> list[Planes]:
+        tensors = stream.boxes.tensors
+        live = self._live[tensors]
+        return stream.landed(live if at is None else at, live, self._place[tensors])
+
+    def _patched(self, source: Source, stream: LinkStream, at: int | None, slot: int) -> PatchedLink:
+        layouts = stream.images()
+        slots = itertools.accumulate((layout.max_patch_bytes for layout in layouts), initial=slot)
+        if at is None:
+            rows = stream.image_rows(self._live[stream.boxes.tensors], self._scratch.address)
+        else:
+            begins = (at + stream.chunks.begin[stream.num_straight :]).tolist()
+            rows = [layout.contiguous(begin) for layout, begin in zip(layouts, begins, strict=True)]
+        return PatchedLink(
+            trainer=source.trainer,
+            transport=source.transport,
+            chunks=tuple(
+                PatchPlace(slot=where, layout=layout, rows=mine)
+                for where, layout, mine in zip(slots, layouts, rows, strict=False)
+            ),
+        )
 
 
-def in_staging(weights: Weights, allocate: Allocate) -> tuple[Landing, Memory]:
-    """Staging memory for all weights; nothing of the engine is touched before commit."""
-    contiguous = [replace(held, strides=_row_major(held.extent)) for held in weights.held]
-    sizes = [-(-held.span_bytes // ALIGN) * ALIGN for held in contiguous]
-    memory = allocate(max(sum(sizes), ALIGN))
-    starts = (memory.address + np.concatenate([[0], np.cumsum(sizes)[:-1]]).astype(np.int64)).tolist()
-    staged = [replace(held, address=start) for held, start in zip(contiguous, starts, strict=True)]
-    landing = Landing(
-        addresses=tuple(starts),
-        ranges=((memory.address, memory.num_bytes),),
-        copy=_copy_rows(staged, weights.held),
-        keep=memory,
+def _arriving(source: Source, stream: LinkStream, tables: Sequence[Planes]) -> ArrivingLink:
+    sizes = stream.chunk_wire_bytes.tolist()
+    return ArrivingLink(
+        trainer=source.trainer,
+        transport=source.transport,
+        chunks=tuple(zip(sizes, tables, strict=True)),
+        is_ordered=stream.num_packed == 0,
     )
-    return landing, memory
 
 
-def in_live(weights: Weights) -> Landing:
-    """The live weights themselves; they must be contiguous."""
+def check_contiguous(weights: Weights) -> None:
+    """Raise LayoutError unless all weights can be written in place."""
     strided = tuple(
         f"{held.tensor.name}: extent {list(held.extent)}, strides {list(held.strides)}"
         for held in weights.held
-        if held.strides != _row_major(held.extent)
+        if not _is_contiguous(held)
     )
     if strided:
         raise LayoutError("weights that are not contiguous cannot be written in place", problems=strided, hint="shadow")
-    return Landing(
-        addresses=tuple(held.address for held in weights.held),
-        ranges=weights.ranges,
-        copy=None,
-        keep=weights,
-    )
 
 
-def patch_bytes(weights: Weights, num_trainers: int, chunk_bytes: int) -> int:
-    """Memory for the patches of all trainers, however their shares are cut: each byte has one sender."""
-    total = sum(int(np.prod(held.extent)) * DTYPE_BYTES[held.tensor.dtype] for held in weights.held)
-    num_sections = len(delta.WIDTHS) * (total // chunk_bytes + num_trainers)
-    whole = total + (total // delta.BLOCK + num_sections) * delta.BLOCK_OVERHEAD
-    return whole + whole // 128 + num_sections * 2048 + num_trainers * ALIGN
+def _straight_addresses(weights: Weights) -> tuple[Memory | None, Int64s, list[Planes]]:
+    """Addresses at which every shard is row-major: its own, or memory beside it, with the copies from there."""
+    live = np.array([held.address for held in weights.held], dtype=np.int64)
+    strided = [number for number, held in enumerate(weights.held) if not _is_contiguous(held)]
+    if not strided:
+        return None, live, []
+    sizes = [_aligned_bytes(weights.held[number]) for number in strided]
+    memory = own_memory(weights.device, sum(sizes))
+    begins = (memory.address + np.cumsum(sizes) - np.array(sizes)).tolist()
+    copies = []
+    for number, begin in zip(strided, begins, strict=True):
+        held = weights.held[number]
+        extent = np.array([held.extent])
+        planes = planes_of(extent, row_major_strides(extent), np.array([held.strides]))
+        width = np.array([DTYPE_BYTES[held.tensor.dtype]])
+        copies.append(Planes.of(planes, src=np.array([begin]), dst=np.array([held.address]), width=width))
+        live[number] = begin
+    return memory, live, copies
 
 
-def _row_major(extent: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(int(stride) for stride in row_major_strides(np.array([extent]))[0])
+def _aligned_bytes(held: Held) -> int:
+    size = int(np.prod(held.extent)) * DTYPE_BYTES[held.tensor.dtype]
+    return max(-(-size // ALIGN) * ALIGN, ALIGN)
 
 
-def _copy_rows(staged: Sequence[Held], live: Sequence[Held]) -> Rows:
-    """Rows that copy staging into the live weights, whatever their strides."""
-    columns: list[list[np.ndarray]] = [[], [], []]
-    for source, target in zip(staged, live, strict=True):
-        extent = np.array([target.extent])
-        _, src, dst, length = expand_runs(extent, np.array([source.strides]), np.array([target.strides]))
-        size = DTYPE_BYTES[target.tensor.dtype]
-        rows = (target.address + dst * size, source.address + src * size, length * size)
-        for column, values in zip(columns, rows, strict=True):
-            column.append(values.astype(np.uint64))
-    dst_column, src_column, length_column = (np.concatenate(column) for column in columns)
-    return dst_column, src_column, length_column
+def _is_contiguous(held: Held) -> bool:
+    expected = 1
+    for extent, stride in zip(reversed(held.extent), reversed(held.strides), strict=True):
+        if extent > 1 and stride != expected:
+            return False
+        expected *= extent
+    return True

@@ -14,12 +14,12 @@ from dataclasses import dataclass
 
 from weft.codec.patching import patcher_for
 from weft.config import ReceiverMode
+from weft.core.planes import Planes
 from weft.devices import device_work
 from weft.errors import IntegrityError, TransferTimeout
-from weft.runtime.control.messages import Part, Source
-from weft.runtime.receive.arrivals import Stream
-from weft.runtime.receive.incoming import Incoming, Patches
-from weft.runtime.receive.landing import Rows
+from weft.runtime.control.messages import Part
+from weft.runtime.receive.incoming import Patches, arriving_patches
+from weft.runtime.receive.landing import ArrivingLink, PatchedLink
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +29,7 @@ class Target:
     mode: ReceiverMode
     base: int | None
     """The version the weights are; None where they are torn, or not known."""
-    copy: Rows | None
+    steps: tuple[Planes, ...]
     """How staged weights become visible (mode `shadow`)."""
     compressed: bool
 
@@ -40,7 +40,7 @@ class PatchIntake:
     def __init__(self, member: str, device: str) -> None:
         self._member = member
         self._work, self._patcher = device_work(device), patcher_for(device)
-        self._links: list[Incoming] = []
+        self._links: list[PatchedLink] = []
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"weft-{member}-patch")
         self._taking: Future[None] | None = None
         self._checked: Patches | None = None
@@ -48,14 +48,15 @@ class PatchIntake:
         self._staged: int | None = None
         """The version in staging memory (mode `shadow`)."""
 
-    def plan(self, sources: Sequence[Source]) -> None:
-        """Where patches of all trainers will land."""
-        self._links = [Incoming.of(source) for source in sources]
+    def plan(self, links: Sequence[PatchedLink]) -> None:
+        """Where patches of all trainers will land. What is staged lies as the plan before wanted it."""
+        self._links = list(links)
+        self._staged = None
 
-    def streams(self, parts: Sequence[Part]) -> list[Stream]:
+    def arriving(self, parts: Sequence[Part]) -> list[ArrivingLink]:
         """What is on its way; how long patches are is known when they were sent."""
         sent = {part.trainer: part.sizes for part in parts}
-        return [link.stream(sent.get(link.trainer, [])) for link in self._links]
+        return [arriving_patches(link, sent.get(link.trainer, [])) for link in self._links]
 
     def end_old(self, timeout_s: float) -> None:
         """Wait for work on a version that was given up meanwhile."""
@@ -82,10 +83,9 @@ class PatchIntake:
             case ReceiverMode.PATCH:
                 self._checked = patches
             case ReceiverMode.SHADOW:
-                assert target.copy is not None
-                live, staged, length = target.copy
                 if self._staged != target.base or target.base is None:  # an aborted version, or a new memory
-                    self._work.copy(staged, live, length)
+                    for step in reversed(target.steps):
+                        self._work.copy_planes(step.back)
                 self._staged = version
                 patches.apply()
             case ReceiverMode.IN_PLACE:

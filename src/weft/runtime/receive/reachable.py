@@ -6,8 +6,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from weft.runtime.control.messages import Opened, Writer
-from weft.runtime.receive.landing import Landing, in_live, in_staging, patch_bytes
+import numpy as np
+
+from weft.runtime.control.messages import Opened, Writer, pack
+from weft.runtime.receive.landing import check_contiguous
 from weft.runtime.transports import OpenTransports
 from weft.runtime.weights import Weights
 from weft.transport.base import Memory
@@ -28,56 +30,51 @@ class ReachableMemory:
     def __init__(self, weights: Weights, transports: OpenTransports) -> None:
         self.weights = weights
         self._transports = transports
-        self._landing: Landing | None = None
-        self._staged: Memory | None = None
-        """The landing area, where it is weft's own memory."""
-        self._patches: Memory | None = None
+        self.landing: Memory | None = None
+        """Where streams land, beside the live weights."""
+        self.patches: Memory | None = None
+        self._is_offered = False
         self._quarantine: list[_Quarantined] = []
 
     @property
-    def landing(self) -> Landing:
-        """Where versions land; known once transports were opened."""
-        assert self._landing is not None
-        return self._landing
-
-    @property
     def is_open(self) -> bool:
-        """Whether there is a place to land."""
-        return self._landing is not None
+        """Whether the live weights were moved where others can reach them, or offered where they are."""
+        return self._is_offered
 
     @property
     def is_live(self) -> bool:
         """Whether writers reach the live weights."""
-        return self._staged is None and self._patches is None
+        return self.landing is None and self.patches is None
 
-    def make_room_for_patches(self, num_trainers: int, chunk_bytes: int) -> None:
+    def make_room_for_patches(self, num_bytes: int) -> None:
         """Memory for the patches of all trainers."""
-        if self._patches is None:
-            self._patches = self._transports.allocate(patch_bytes(self.weights, num_trainers, chunk_bytes))
+        if self.patches is None or self.patches.num_bytes < num_bytes:
+            self.patches = self._transports.allocate(max(num_bytes, 1))
 
-    def stage(self) -> None:
+    def stage(self, num_bytes: int) -> None:
         """Let versions land beside the live weights."""
-        if self._landing is None:
-            self._landing, self._staged = in_staging(self.weights, self._transports.allocate)
+        if self.landing is None or self.landing.num_bytes < num_bytes:
+            self.landing = None  # the old one first: both may not fit
+            self.landing = self._transports.allocate(max(num_bytes, 1))
 
     def land_in_live(self, *, rehome: bool = False) -> None:
         """Let versions land in the live weights; `rehome` moves them into memory others can reach."""
+        check_contiguous(self.weights)
         if rehome and self.weights.rehome is not None:
             self.weights = self.weights.rehome(self._transports.allocate)
-        self._landing = in_live(self.weights)
+        self._is_offered = True
 
     def offer(self, number: int) -> Opened:
         """What trainers need to know, in a round of opening."""
-        addresses = list(self.landing.addresses)
-        if self._patches is None:
-            return Opened(round=number, offers=self._transports.offers(self.landing.ranges), addresses=addresses)
-        where = self._patches.address, self._patches.num_bytes
+        own = self.patches or self.landing
+        if own is None:
+            live = np.array([held.address for held in self.weights.held], dtype=np.uint64)
+            return Opened(round=number, offers=self._transports.offers(self.weights.ranges), live=pack(live))
         return Opened(
             round=number,
-            offers=self._transports.offers([where]),
-            addresses=addresses,
-            patch_address=where[0],
-            patch_bytes=where[1],
+            offers=self._transports.offers([(own.address, own.num_bytes)]),
+            landing=0 if self.patches is not None or self.landing is None else self.landing.address,
+            patches=0 if self.patches is None else self.patches.address,
         )
 
     def close_transports(self, beyond_reach: Sequence[Writer]) -> None:
@@ -90,18 +87,18 @@ class ReachableMemory:
         `beyond_reach`: those that could still write there. Without any, memory that cannot be given up stays in use.
         """
         writers = tuple(beyond_reach)
-        if self._patches is not None:
-            patches = self._patches
+        if self.patches is not None:
+            patches = self.patches
             if patches.give_up() or writers:
                 self._quarantine.append(_Quarantined(patches, writers))
-                self._patches = None
+                self.patches = None
             return False  # versions are staged from patches, in memory nobody else writes
-        if self._staged is not None and (self._staged.give_up() or writers):
-            self._quarantine.append(_Quarantined(self._staged, writers))
-            self._landing, self._staged = None, None
+        if self.landing is not None and (self.landing.give_up() or writers):
+            self._quarantine.append(_Quarantined(self.landing, writers))
+            self.landing = None
             return True
         if self.is_live:
-            self._landing = None  # registered anew, and moved where they can be
+            self._is_offered = False  # registered anew, and moved where they can be
         return False
 
     def release_quarantine(self, has_ended: Callable[[Writer], bool]) -> None:
@@ -119,4 +116,4 @@ class ReachableMemory:
         self.give_up(beyond_reach)
         if any(kept.writers for kept in self._quarantine):
             keep_reserved(self._quarantine)
-        self._landing, self._staged, self._patches, self._quarantine = None, None, None, []
+        self.landing, self.patches, self._quarantine = None, None, []

@@ -50,14 +50,15 @@ from weft.runtime.control.messages import (
     Paused,
     Ready,
     ReceivePlan,
+    Source,
     Verify,
     Writer,
 )
-from weft.runtime.receive.arrivals import STEP_BYTES, Arrivals, Stream, spare_core
+from weft.runtime.receive.arrivals import Arrivals, spare_core
 from weft.runtime.receive.exposure import Exposure, has_ended, named
+from weft.runtime.receive.landing import ArrivingLink, Landing
 from weft.runtime.receive.patch_intake import PatchIntake, Target
 from weft.runtime.receive.reachable import ReachableMemory
-from weft.runtime.send.sender import held_shard
 from weft.runtime.transports import OpenTransports
 from weft.runtime.weights import Weights
 from weft.transport.base import Transport
@@ -118,8 +119,7 @@ class Receiver:
         self._memory = ReachableMemory(weights, self._transports)
         self._place = self._transports.place(shareable=weights.rehome is not None)
         self._exposure = Exposure(self._place)
-        self._writers: list[Writer] = []
-        """Trainers of the present round."""
+        self._writers: list[Writer] = []  # trainers of the present round
         self._opening: Open | None = None
         """What waits for lost writers, or for a commit."""
         self._next_look = 0.0
@@ -128,7 +128,8 @@ class Receiver:
         self._device = weights.device
         self._work = device_work(weights.device)
         self._intake = PatchIntake(self.member, weights.device)
-        self._streams: list[Stream] = []
+        self._landing: Landing | None = None
+        """What comes, and where it belongs, as the plan says."""
         self._arrivals: Arrivals | None = None
         self._sent: tuple[list[Part], float] | None = None
         self._expected: int | None = None
@@ -311,12 +312,12 @@ class Receiver:
 
     def _make_visible(self, version: int) -> None:
         """Modes `shadow` and `patch`, with the lock held. What stops half-way leaves torn weights."""
-        copy = self._memory.landing.copy
-        patches = self._intake.checked(version) if copy is None else None
+        assert self._landing is not None
+        patches = None if self._landing.steps else self._intake.checked(version)
         try:
-            if copy is not None:
-                self._work.copy(*copy)
-            elif patches is not None:
+            for step in self._landing.steps:
+                self._work.copy_planes(step)
+            if patches is not None:
                 patches.apply()
         except BaseException:
             self._poison = f"version {version} was not made visible to its end"
@@ -379,7 +380,7 @@ class Receiver:
             return Join(
                 side="engine",
                 rank=self._rank,
-                held=[held_shard(held) for held in self._memory.weights.held],
+                held=self._memory.weights.shards,
                 place=self._place,
                 process=ProcessIdentity.of(os.getpid()),
                 age_s=self._control.age_s,
@@ -407,10 +408,7 @@ class Receiver:
             case CutOff(incarnations=incarnations):
                 self._cut(set(incarnations))
             case ReceivePlan(sources=sources):
-                if self._has_patches:
-                    self._intake.plan(sources)
-                else:
-                    self._streams = [Stream.of(source) for source in sources]
+                self._follow_plan(sources)
             case Expect(version=version):
                 self._expect(version)
             case Verify(version=version, parts=parts):
@@ -426,11 +424,19 @@ class Receiver:
             case Decide():
                 self._decide(message)
 
+    def _follow_plan(self, sources: Sequence[Source]) -> None:
+        """Compile this rank's part of the plan."""
+        memory = self._memory
+        self._landing = Landing(sources, memory.weights, landing=memory.landing, patches=memory.patches)
+        self._intake.plan(self._landing.patched)
+
     def _open_if_possible(self) -> None:
         """Open when no writer that was lost can reach the memory that will be used; otherwise look again later."""
         message = self._opening
         if message is None:
             return
+        if self._pending is not None and self._control.settings.mode is not ReceiverMode.IN_PLACE:
+            return  # what was decided lies as the old plan wants it: it is committed first
         unsettled = self._exposure.unsettled(message.writers, message.settled)
         if (unsettled or message.abandoned) and not self._keep_out(unsettled):
             return
@@ -486,10 +492,11 @@ class Receiver:
         self._transports.open(message.transports, settings)
         self._transports.forget_arrivals()
         if self._has_patches:
-            self._memory.make_room_for_patches(self._control.num_trainers, settings.chunk_bytes_on(self._device))
+            self._memory.make_room_for_patches(message.patch_bytes)
         self._writers = message.writers
+        self._ready = None  # what is staged is overwritten from now on
         if settings.mode is ReceiverMode.SHADOW:
-            self._memory.stage()
+            self._memory.stage(message.landing_bytes)
             self._offer(message.round)
         elif self._has_patches:  # nobody else writes into the live weights
             self._memory.land_in_live()
@@ -516,15 +523,16 @@ class Receiver:
         """A version is coming: follow it, and in place ask the engine to pause."""
         self._expected, self._is_under_way = version, True
         self._intake.end_old(self._control.settings.silence_s)
-        self._arrivals = None if self._has_patches else self._follow(version, self._streams)
+        if not self._has_patches and self._landing is not None:
+            self._arrivals = self._follow(version, self._landing.arriving)
+        else:
+            self._arrivals = None
         self._sent, self._ready = None, None
         if self._control.settings.mode is ReceiverMode.IN_PLACE:
             self._hand_out(version)
 
-    def _follow(self, version: int, streams: list[Stream]) -> Arrivals:
-        step_bytes = STEP_BYTES if self._device == CPU else 1 << 62
-        digest = self._control.settings.digest
-        return Arrivals(version, streams, self._transports, self._work, digest, step_bytes=step_bytes)
+    def _follow(self, version: int, links: Sequence[ArrivingLink]) -> Arrivals:
+        return Arrivals(version, links, self._transports, self._work, self._control.settings.digest)
 
     @property
     def _has_patches(self) -> bool:
@@ -537,7 +545,7 @@ class Receiver:
 
     def _follow_patches(self, version: int, parts: list[Part]) -> None:
         try:
-            self._arrivals = self._follow(version, self._intake.streams(parts))
+            self._arrivals = self._follow(version, self._intake.arriving(parts))
         except WeftError as error:
             self._control.post(Failed(version=version, reason=str(error)))
 
@@ -545,7 +553,8 @@ class Receiver:
     def _target(self) -> Target:
         settings = self._control.settings
         compressed = settings.compression is CompressionPolicy.ZSTD
-        return Target(mode=settings.mode, base=self._holds, copy=self._memory.landing.copy, compressed=compressed)
+        steps = self._landing.steps if self._landing is not None else ()
+        return Target(mode=settings.mode, base=self._holds, steps=steps, compressed=compressed)
 
     def _hand_out(self, version: int) -> None:
         """Let `poll` return a version, at a step all ranks of the engine agree on."""

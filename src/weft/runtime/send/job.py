@@ -11,6 +11,10 @@ from weft.runtime.control.messages import Go
 from weft.runtime.send.outgoing import Outgoing
 from weft.runtime.send.pipeline import Flow
 from weft.transport.base import Batch, Ticket
+from weft.transport.mapped import DirectBatch
+
+Parcel = Batch | DirectBatch
+"""Something that is written to one engine rank."""
 
 
 @dataclass(slots=True)
@@ -21,9 +25,9 @@ class Link:
     transport: str
     peer: str = ""
     obstacle: str = ""
-    direct: list[Batch] = field(default_factory=list)
-    """Rows that go straight from the weights: all at once, or some with every chunk, so that neither waits."""
-    chunks: dict[int, Batch] = field(default_factory=dict)
+    direct: list[Parcel] = field(default_factory=list)
+    """What goes straight from the weights: all at once, or some with every chunk, so that neither waits."""
+    chunks: dict[int, Parcel] = field(default_factory=dict)
     """What each chunk writes, by its number; empty for patches, which differ."""
     slots: dict[int, int] = field(default_factory=dict)
     """Where the patch of each chunk goes."""

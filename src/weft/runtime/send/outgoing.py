@@ -1,62 +1,51 @@
-"""What a trainer sends in chunks to one engine rank, or alike to several: how they are filled, and what engines hold.
+"""What a trainer sends in Chunks to one engine rank, or alike to several: how they are filled, and what engines hold.
 
-A chunk is an image of some rows in the engine's layout and precision. Where versions are kept (patches, staging) every
-chunk has memory of its own; with patches two images take turns: the second one becomes what the engines hold when the
+A Chunk is an image of some boxes in the engine's layout and precision. Where versions are kept (patches, staging) every
+Chunk has memory of its own; with patches two images take turns: the second one becomes what the engines hold when the
 version is committed, and is written over when it is not.
 """
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import numpy as np
+from numpy.typing import NDArray
 
-from weft.codec.conversion import ChunkFill, Conversion, Converter, HeldGrid
-from weft.codec.image import ImageLayout, chunk_layouts
+from weft.codec.conversion import Converter
 from weft.codec.memory import memory_view
 from weft.codec.patching import Patcher
 from weft.config import CompressionPolicy, DeltaPolicy, StagingPolicy, TransferSettings
-from weft.core.recipe import Op
-from weft.runtime.control.messages import Target, unpack
-from weft.transport.base import Column, Memory
-
-ALIGN = 64
+from weft.runtime.compile.link_stream import LinkStream
+from weft.transport.base import Memory
 
 
 class Outgoing:
-    """The chunks of one or several links that carry the same bytes."""
+    """The packed Chunks of one or several links that carry the same bytes."""
 
     def __init__(
         self,
-        target: Target,
+        stream: LinkStream,
+        source: NDArray[np.int64],
         settings: TransferSettings,
         converter: Converter,
         patcher: Patcher,
-        grids: Sequence[HeldGrid],
         allocate: Callable[[int], Memory],
     ) -> None:
+        """`source`: addresses of the trainer's shards."""
         self._settings, self._converter, self._patcher = settings, converter, patcher
-        length, width, ends = unpack(target.length), unpack(target.width), unpack(target.chunk_ends)
-        self.layouts = chunk_layouts(length, width, target.num_direct, ends)
-        borders = [target.num_direct, *ends.astype(np.int64).tolist()]
-        self.rows = [slice(a, b) for a, b in itertools.pairwise(borders)]
-        """Rows of the link in each chunk."""
-        boxes = unpack(target.boxes).reshape(-1, len(Conversion._fields))
-        src = unpack(target.src)
-        self._fills = [
-            _fill(layout, src[rows], boxes, rows.start) for layout, rows in zip(self.layouts, self.rows, strict=True)
-        ]
-        self.ends = [_source_end(fill) for fill in self._fills]
-        """Behind the last byte of the weights a chunk reads."""
-        self.groups = [_last_group(fill, grids) for fill in self._fills]
-        """The last group of matrices whose scales a chunk needs; -1: none."""
-        sizes = [-(-layout.num_bytes // ALIGN) * ALIGN for layout in self.layouts]
+        self.layouts = stream.images()
+        self._fills = stream.fills(source)
+        self.ends = [fill.source_end for fill in self._fills]
+        """Behind the last byte of the weights a Chunk reads."""
+        self.groups = stream.chunks.group[stream.num_straight :].tolist()
+        """The last group of matrices whose scales a Chunk needs; -1: none."""
+        sizes = [layout.num_bytes for layout in self.layouts]
         self._begins = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64).tolist()
         self.images = [allocate(self._begins[-1]) for _ in range(self._num_images)]
         patches = [layout.max_patch_bytes for layout in self.layouts]
         self.patch_begins = np.concatenate([[0], np.cumsum(patches)]).astype(np.int64).tolist()
-        """Where the patch of each chunk goes in the memory of the engine."""
+        """Where the patch of each Chunk goes in the memory of the engine."""
         self._now = 0
         self._held: int | None = None
         self._filled: int | None = None
@@ -71,15 +60,15 @@ class Outgoing:
 
     @property
     def is_kept(self) -> bool:
-        """Whether chunks have memory of their own, so that the weights are free as soon as these are filled."""
+        """Whether Chunks have memory of their own, so that the weights are free as soon as these are filled."""
         return bool(self.images)
 
     def address(self, chunk: int) -> int:
-        """Where a chunk that is kept lies."""
+        """Where a Chunk that is kept lies."""
         return self.images[self._now].address + self._begins[chunk]
 
     def fill(self, chunk: int, address: int) -> int:
-        """Make a chunk of the weights; returns its bytes."""
+        """Make a Chunk of the weights; returns its bytes."""
         self._converter.fill(self._fills[chunk], address)
         return self.layouts[chunk].num_bytes
 
@@ -95,7 +84,7 @@ class Outgoing:
             self._base, self._since_anchor = None, 0
 
     def encode(self, chunk: int, out: int) -> int:
-        """The patch of a chunk; returns its bytes."""
+        """The patch of a Chunk; returns its bytes."""
         layout, now = self.layouts[chunk], self.address(chunk)
         old = None if self._base is None else self.images[1 - self._now].address + self._begins[chunk]
         assert self._filled is not None
@@ -113,26 +102,3 @@ class Outgoing:
         if self._filled == version:
             self._held, self._filled = version, None
             self._now = (1 - self._now) if len(self.images) > 1 else 0
-
-
-def _fill(layout: ImageLayout, src: Column, boxes: np.ndarray, first_row: int) -> ChunkFill:
-    """How one chunk is filled, from the columns of its link."""
-    at = layout.addresses(0)
-    copied = src > 0
-    mine = (boxes[:, 0] >= first_row) & (boxes[:, 0] < first_row + len(src))
-    found = [Conversion._make(row) for row in boxes[mine].tolist()]
-    return ChunkFill(
-        src=src[copied],
-        at=at[copied],
-        length=layout.length[copied],
-        boxes=tuple((box, int(at[box.row - first_row])) for box in found),
-    )
-
-
-def _last_group(fill: ChunkFill, grids: Sequence[HeldGrid]) -> int:
-    return max((grids[box.grid].group for box, _ in fill.boxes if box.op != Op.CAST), default=-1)
-
-
-def _source_end(fill: ChunkFill) -> int:
-    copied = int((fill.src + fill.length).max(initial=0))
-    return max([copied, *(box.src + box.rows * box.stride for box, _ in fill.boxes)])

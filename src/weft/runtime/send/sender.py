@@ -32,7 +32,6 @@ from weft.runtime.control.messages import (
     Decide,
     Failed,
     Go,
-    HeldShard,
     Join,
     Loss,
     Open,
@@ -43,14 +42,14 @@ from weft.runtime.control.messages import (
     Want,
     Written,
 )
-from weft.runtime.send.job import Job, Sent
+from weft.runtime.send.job import Job, Parcel, Sent
 from weft.runtime.send.mirror import Mirror
 from weft.runtime.send.pipeline import run
 from weft.runtime.send.sending import Sending
 from weft.runtime.send.stages import RunStages, send_version
 from weft.runtime.transports import OpenTransports
-from weft.runtime.weights import Held, Weights
-from weft.transport.base import Batch, Transport
+from weft.runtime.weights import Weights
+from weft.transport.base import Transport
 from weft.transport.host import ProcessIdentity
 
 _MASK = (1 << 64) - 1
@@ -223,7 +222,7 @@ class Sender:
         self._writer.submit(self._send, publication)
         return publication
 
-    def batches(self) -> list[tuple[Transport[Any], Batch]]:
+    def batches(self) -> list[tuple[Transport[Any], Parcel]]:
         """What a version writes, through which transport; for those who measure."""
         links = self._sending.links if self._sending is not None else []
         return [(self._transports[link.transport], batch) for link in links for batch in link.direct]
@@ -285,9 +284,7 @@ class Sender:
         """Get ready to send as planned."""
         self._forget_plan()
         self._plan = plan
-        self._sending = Sending(
-            plan, self._transports, self._control.settings, device=self._weights.device, mirror=self._mirror
-        )
+        self._sending = Sending(plan, self._transports, self._control.settings, self._weights, mirror=self._mirror)
 
     def _write(self, publication: Publication, go: Go) -> None:
         """Write everything, and report it."""
@@ -339,7 +336,7 @@ class Sender:
         return Join(
             side="trainer",
             rank=self._rank,
-            held=[held_shard(held) for held in self._weights.held],
+            held=self._weights.shards,
             place=self._transports.place(shareable=True),
             process=ProcessIdentity.of(os.getpid()),
             age_s=self._control.age_s,
@@ -384,9 +381,7 @@ class Sender:
 
     def _open(self, number: int, names: list[str]) -> None:
         self._transports.open(names, self._control.settings)
-        addresses = [held.address for held in self._weights.held]
-        offers = self._transports.offers(self._weights.ranges)
-        self._control.post(Opened(round=number, offers=offers, addresses=addresses))
+        self._control.post(Opened(round=number, offers=self._transports.offers(self._weights.ranges)))
 
     def _forget_plan(self) -> None:
         """A new plan: what was kept for the old one is given back."""
@@ -429,16 +424,3 @@ class Sender:
 
     def __exit__(self, *_: Any) -> None:
         self.close()
-
-
-def held_shard(held: Held) -> HeldShard:
-    """A shard as the controller gets to know it."""
-    return HeldShard(
-        name=held.tensor.name,
-        aliases=held.aliases,
-        dtype=held.tensor.dtype,
-        shape=held.tensor.shape,
-        lo=held.lo,
-        extent=held.extent,
-        strides=held.strides,
-    )

@@ -1,27 +1,36 @@
-"""One trainer's part of a plan, made ready once for all versions: links, chunks, and the memory they pass through."""
+"""One trainer's part of a plan, made ready once for all versions: links, Chunks, and the memory they pass through."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from functools import partial
+from functools import cached_property, partial
 
 import numpy as np
+from numpy.typing import NDArray
 
 from weft.codec.conversion import HeldGrid, converter_for
 from weft.codec.patching import patcher_for
 from weft.config import DeltaPolicy, DigestPolicy, StagingPolicy, TransferSettings
+from weft.core.planes import Planes, joined
 from weft.devices import CPU
 from weft.errors import TransportError
-from weft.runtime.compile.grids import held_grid
-from weft.runtime.control.messages import SendPlan, Target, unpack
+from weft.runtime.compile.columns import expand
+from weft.runtime.compile.grids import held_grids
+from weft.runtime.compile.link_boxes import LinkBoxes
+from weft.runtime.compile.link_stream import LinkStream
+from weft.runtime.control.messages import SendPlan, Target
 from weft.runtime.memory import own_memory
-from weft.runtime.send.job import Chunk, Link
+from weft.runtime.send.job import Chunk, Link, Parcel
 from weft.runtime.send.mirror import Mirror
 from weft.runtime.send.outgoing import Outgoing
 from weft.runtime.send.pipeline import Room
 from weft.runtime.transports import OpenTransports
-from weft.transport.base import Batch, Column, Handle, Memory
+from weft.runtime.weights import Weights
+from weft.transport.base import Batch, Handle, Memory
+from weft.transport.mapped import MappedTransport
+
+Int64s = NDArray[np.int64]
 
 
 class Sending:
@@ -32,17 +41,19 @@ class Sending:
         plan: SendPlan,
         transports: OpenTransports,
         settings: TransferSettings,
+        weights: Weights,
         *,
-        device: str,
         mirror: Mirror | None = None,
     ) -> None:
-        """`device`: where the weights lie, or their mirror."""
+        """`weights`: what is sent from, on whatever device."""
         self.transports, self.settings, self.mirror = transports, settings, mirror
+        device = weights.device
         on_host = settings.staging is StagingPolicy.CPU
         self._patcher = patcher_for(CPU if on_host else device)
         self._allocate = partial(own_memory, device, on_host=on_host)
         self._registered: list[tuple[str, Handle]] = []
-        grids = [held_grid(message) for message in plan.grids]
+        self._source = np.array([held.address for held in weights.held], dtype=np.int64)
+        grids = held_grids(plan.grids, weights.held)
         self.converter = converter_for(device, grids, allow_nonfinite=settings.allow_nonfinite)
         self.groups = sorted({grid.group for grid in grids})
         self.group_ends = {group: _group_end(grids, group) for group in self.groups}
@@ -50,96 +61,107 @@ class Sending:
         self.told: set[int] = set()
         """Groups whose blocks the controller knows."""
         self._outgoing: list[Outgoing] = []
-        self.links = [self._connect(target) for target in plan.targets]
-        self.chunks = self._make_chunks(plan, grids)
+        self._programs = _compile(plan.targets, is_digested=settings.digest is DigestPolicy.ON)
+        self.links = [self._connect(program) for program in self._programs]
+        self.chunks = self._make_chunks()
         self.room = Room([self._staged_bytes(chunk) for chunk in self.chunks], settings.staging_bytes_on(device))
         self.memory = self._allocate(self.room.num_bytes) if self.room.num_bytes else None
-        self._prepare_chunks(plan)
+        self._prepare_chunks()
 
-    def _connect(self, target: Target) -> Link:
+    def _connect(self, program: _LinkProgram) -> Link:
+        target = program.target
         endpoint = target.offer.endpoint
-        transport = self.transports[endpoint.transport]
         link = Link(target.engine, endpoint.transport)
         try:
-            link.peer = transport.connect(endpoint, target.offer.descriptors)
-            src = unpack(target.src)
-            link.direct = [self._batch(link, target, rows, src) for rows in _direct_rows(target)]
+            link.peer = self.transports[endpoint.transport].connect(endpoint, target.offer.descriptors)
+            tables = program.stream.straight(self._source, program.to, program.position)
+            link.direct = [self._parcel(link, part) for part in _beside(tables, program.stream.num_packed)]
         except TransportError as error:
             link.obstacle = str(error)
         return link
 
-    def _batch(self, link: Link, target: Target, rows: slice, src: Column) -> Batch:
-        """Some rows of a link; `src` is where all of its rows are read."""
-        dst, length = unpack(target.dst)[rows], unpack(target.length)[rows]
-        position = unpack(target.position)[rows] if self.settings.digest is DigestPolicy.ON else None
-        return self.transports[link.transport].prepare(link.peer, src[rows], dst, length, position)
+    def _parcel(self, link: Link, tables: Sequence[Planes]) -> Parcel:
+        """Something a link writes: planes, or rows where the transport takes descriptors."""
+        transport = self.transports[link.transport]
+        if isinstance(transport, MappedTransport):
+            return transport.prepare_direct(link.peer, tables)
+        dst, src, length, position = joined(tables).runs
+        return transport.prepare(link.peer, src, dst, length, position)
 
-    def _make_chunks(self, plan: SendPlan, grids: Sequence[HeldGrid]) -> list[Chunk]:
+    def _make_chunks(self) -> list[Chunk]:
         """Chunks in the order in which they are sent. Links that carry the same bytes share them."""
-        alike: dict[tuple[bytes, ...], list[int]] = {}
-        for number, target in enumerate(plan.targets):
-            if target.chunk_ends:
-                key = (target.src, target.length, target.width, target.chunk_ends, target.boxes)
-                alike.setdefault(key, []).append(number)
+        alike: dict[tuple[object, ...], list[int]] = {}
+        for number, program in enumerate(self._programs):
+            if program.stream.num_packed:
+                alike.setdefault((program.target.boxes, program.target.carriage), []).append(number)
         chunks = []
         for numbers in alike.values():
-            first = plan.targets[numbers[0]]
-            outgoing = Outgoing(first, self.settings, self.converter, self._patcher, grids, self._allocate)
+            stream = self._programs[numbers[0]].stream
+            outgoing = Outgoing(stream, self._source, self.settings, self.converter, self._patcher, self._allocate)
             self._outgoing.append(outgoing)
             links = tuple(self.links[number] for number in numbers)
             chunks += [Chunk(outgoing, number, links) for number in range(len(outgoing.layouts))]
         return sorted(chunks, key=lambda chunk: (chunk.outgoing.groups[chunk.number], chunk.number))
 
     def _staged_bytes(self, chunk: Chunk) -> int:
-        """Bytes a chunk needs in the ring."""
+        """Bytes a Chunk needs in the ring."""
         layout = chunk.outgoing.layouts[chunk.number]
         if self.settings.delta is DeltaPolicy.ON:
             return layout.max_patch_bytes
-        return 0 if chunk.outgoing.is_kept else -(-layout.num_bytes // 64) * 64
+        return 0 if chunk.outgoing.is_kept else layout.num_bytes
 
-    def _prepare_chunks(self, plan: SendPlan) -> None:
-        """Register the memory chunks are sent from, and make their batches."""
-        targets = {target.engine: target for target in plan.targets}
+    def _prepare_chunks(self) -> None:
+        """Register the memory Chunks are sent from, and make what they write."""
         images = [image for outgoing in self._outgoing for image in outgoing.images]
         is_delta = self.settings.delta is DeltaPolicy.ON
         sources = ([] if is_delta else images) + ([self.memory] if self.memory is not None else [])
         for name in {link.transport for chunk in self.chunks for link in chunk.links if not link.obstacle}:
             for memory in sources:
                 self._register(name, memory)
+        programs = {program.target.engine: program for program in self._programs}
         for number, chunk in enumerate(self.chunks):
             for link in chunk.links:
                 if link.obstacle:
                     continue
-                target = targets[link.engine]
+                program = programs[link.engine]
                 if is_delta:
-                    link.slots[chunk.number] = target.slot + chunk.outgoing.patch_begins[chunk.number]
+                    link.slots[chunk.number] = program.target.patches + chunk.outgoing.patch_begins[chunk.number]
                     continue
-                rows = chunk.outgoing.rows[chunk.number]
-                src = np.zeros(rows.stop, dtype=np.uint64)
-                src[rows] = chunk.outgoing.layouts[chunk.number].addresses(self.place(number))
                 try:
-                    link.chunks[chunk.number] = self._batch(link, target, rows, src)
+                    link.chunks[chunk.number] = self._packed(link, program, chunk.number, self.place(number))
                 except TransportError as error:
                     link.obstacle = str(error)
+
+    def _packed(self, link: Link, program: _LinkProgram, chunk: int, place: int) -> Parcel:
+        """What a packed Chunk writes: one piece, where it lands in stream order through a transport's own write."""
+        table = program.parcels[chunk].moved(src=place)
+        carriage, stream = program.target.carriage, program.stream
+        if carriage.is_mapped or not carriage.lands_in_stream:
+            return self._parcel(link, [table])
+        number = stream.num_straight + chunk
+        begin, size = int(stream.chunks.begin[number]), int(stream.chunks.num_bytes[number])
+        src, dst, length = (np.array([n], dtype=np.uint64) for n in (place, program.target.stream + begin, size))
+        digested = table if program.position is not None else None
+        return self.transports[link.transport].prepare(link.peer, src, dst, length, digested=digested)
 
     def _register(self, transport: str, memory: Memory) -> None:
         handle = self.transports[transport].register_source(memory.address, memory.num_bytes)
         self._registered.append((transport, handle))
 
     def place(self, number: int) -> int:
-        """Where a chunk is filled."""
+        """Where a Chunk is filled."""
         chunk = self.chunks[number]
         if chunk.outgoing.is_kept:
             return chunk.outgoing.address(chunk.number)
         return self.staged(number)
 
     def staged(self, number: int) -> int:
-        """Where a chunk has its place in the ring."""
+        """Where a Chunk has its place in the ring."""
         assert self.memory is not None
         return self.memory.address + self.room.at[number]
 
     def patch_batch(self, link: Link, number: int, src: int, num_bytes: int) -> Batch:
-        """What the patch of a link's chunk writes."""
+        """What the patch of a link's Chunk writes."""
         slot = link.slots[number]
         position = np.array([slot - link.slots[0]], dtype=np.uint64)
         where, to, length = (np.array([n], dtype=np.uint64) for n in (src, slot, num_bytes))
@@ -158,17 +180,43 @@ class Sending:
         self._registered = []
 
 
+class _LinkProgram:
+    """One link's stream, and where it goes."""
+
+    def __init__(self, target: Target, stream: LinkStream, *, is_digested: bool) -> None:
+        self.target, self.stream = target, stream
+        names = ["position"] if target.stream or target.patches else ["position", "address"]
+        places = expand(target.places, names)
+        self.to: Int64s | int = target.stream or places.get("address", 0)
+        self.position = places["position"] if is_digested else None
+
+    @cached_property
+    def parcels(self) -> list[Planes]:
+        """What each packed Chunk writes; sources count from its beginning."""
+        return self.stream.parcels(self.to, self.position)
+
+
+def _compile(targets: Sequence[Target], *, is_digested: bool) -> list[_LinkProgram]:
+    """Streams of all links; those that are alike, such as of replicas, are compiled once."""
+    streams: dict[tuple[object, ...], LinkStream] = {}
+    programs = []
+    for target in targets:
+        key = (target.boxes, target.carriage)
+        if key not in streams:
+            streams[key] = LinkStream(LinkBoxes.decode(target.boxes), target.carriage)
+        programs.append(_LinkProgram(target, streams[key], is_digested=is_digested))
+    return programs
+
+
 def _group_end(grids: Sequence[HeldGrid], group: int) -> int:
     boxes = [box for grid in grids if grid.group == group for box in grid.boxes]
     return max((box.address + box.rows * box.stride for box in boxes), default=0)
 
 
-def _direct_rows(target: Target) -> list[slice]:
-    """The rows that go straight from the weights, divided among the chunks of the link; in one piece without any."""
-    if not target.num_direct:
+def _beside(tables: Sequence[Planes], num_packed: int) -> list[list[Planes]]:
+    """What goes straight from the weights, divided among the packed Chunks of the link; in one piece without any."""
+    if not tables:
         return []
-    num_parts = max(len(unpack(target.chunk_ends)), 1)
-    ends = np.cumsum(unpack(target.length)[: target.num_direct])
-    wanted = ends[-1] * np.arange(1, num_parts + 1) // num_parts
-    borders = np.unique([0, *np.searchsorted(ends, wanted) + 1]).tolist()
-    return [slice(a, min(b, target.num_direct)) for a, b in itertools.pairwise(borders)]
+    num_parts = min(max(num_packed, 1), len(tables))
+    borders = [len(tables) * part // num_parts for part in range(num_parts + 1)]
+    return [list(tables[a:b]) for a, b in itertools.pairwise(borders)]

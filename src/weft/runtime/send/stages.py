@@ -15,14 +15,16 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from weft.config import DeltaPolicy
 from weft.errors import TransportError
 from weft.runtime.control.messages import Amax
-from weft.runtime.send.job import Chunk, Job, Link, Sent
+from weft.runtime.send.job import Chunk, Job, Link, Parcel, Sent
 from weft.runtime.send.pipeline import Flow, Stage, run
 from weft.runtime.send.sending import Sending
-from weft.transport.base import Batch, Ticket
+from weft.transport.base import Batch, Ticket, Transport
+from weft.transport.mapped import DirectBatch, MappedTransport
 
 Posted = list[tuple[int, Ticket]]
 """Engine ranks and what is being written to them."""
@@ -79,17 +81,26 @@ def _begin_version(sending: Sending, job: Job, numbers: list[int]) -> None:
     sending.room.skip_to(numbers[0] if numbers else 0)
 
 
-def _post_all(sending: Sending, job: Job, batches: list[tuple[Link, Batch]], sent: dict[int, Sent]) -> Posted:
+def _post_all(sending: Sending, job: Job, parcels: list[tuple[Link, Parcel]], sent: dict[int, Sent]) -> Posted:
     """Start writes, those over one transport together."""
     job.flow.check()
     posted: Posted = []
-    batches = [(link, batch) for link, batch in batches if not sent[link.engine].loss]
-    for name in sorted({link.transport for link, _ in batches}):
-        mine = [(link.engine, batch) for link, batch in batches if link.transport == name]
-        tickets = sending.transports[name].post_all([batch for _, batch in mine], tag=job.go.version + 1)
+    parcels = [(link, parcel) for link, parcel in parcels if not sent[link.engine].loss]
+    for name in sorted({link.transport for link, _ in parcels}):
+        mine = [(link.engine, parcel) for link, parcel in parcels if link.transport == name]
+        tickets = _post(sending.transports[name], [parcel for _, parcel in mine], job.go.version + 1)
         job.tickets += tickets
         posted += [(engine, ticket) for (engine, _), ticket in zip(mine, tickets, strict=True)]
     return posted
+
+
+def _post(transport: Transport[Any], parcels: list[Parcel], tag: int) -> list[Ticket]:
+    """Start writing what is of one kind, in one go."""
+    direct = [parcel for parcel in parcels if isinstance(parcel, DirectBatch)]
+    if direct:
+        assert isinstance(transport, MappedTransport)
+        return transport.post_direct(direct, tag)
+    return transport.post_all([parcel for parcel in parcels if isinstance(parcel, Batch)], tag)
 
 
 def _wait_all(job: Job, posted: Posted, sent: dict[int, Sent]) -> int:
@@ -229,7 +240,7 @@ class VersionStages:
         self._posted[item] = posted, time.monotonic()
         return 0
 
-    def _batch(self, link: Link, item: int) -> Batch:
+    def _batch(self, link: Link, item: int) -> Parcel:
         number = self._chunk(item).number
         if not self._is_delta:
             return link.chunks[number]

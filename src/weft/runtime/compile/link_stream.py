@@ -1,0 +1,313 @@
+"""A link's stream, compiled from its boxes: the tables both of its ends work through, version after version.
+
+Both ends cut the same boxes into the same units and Chunks (`weft.core.streams`); each adds its own addresses. Nothing
+here is done tensor by tensor: columns go in, tables of planes come out.
+
+    stream = LinkStream(LinkBoxes.decode(data), carriage)
+    stream.straight(source, to)           # trainer: what is written straight from the weights, Chunk by Chunk
+    stream.fills(source)                  # trainer: how packed Chunks are filled
+    stream.landed(base, live, place)      # engine: where the bytes of each Chunk lie, and where they belong
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+from numpy.typing import NDArray
+
+from weft.codec.conversion import ChunkFill, Conversion
+from weft.codec.delta import ImageRows
+from weft.codec.image import ImageLayout, Section
+from weft.core.boxes import contiguous_run, row_major_strides
+from weft.core.carriage import Carriage
+from weft.core.planes import PlaneColumns, Planes, num_runs, planes_of
+from weft.core.recipe import Op
+from weft.core.streams import UNIT_ALIGN, Path, StreamBoxes, cut_streams, paths_of
+from weft.runtime.compile.link_boxes import LinkBoxes
+
+Int64s = NDArray[np.int64]
+
+
+class LinkStream:
+    """Units and Chunks of one link. Chunks that go straight from the weights come first."""
+
+    def __init__(self, boxes: LinkBoxes, carriage: Carriage) -> None:
+        self.boxes, self.carriage = boxes, carriage
+        landed = boxes.compact if carriage.lands_in_stream else boxes.dst_strides
+        run = contiguous_run(boxes.extent, boxes.src_strides, landed)[boxes.kind] * boxes.width
+        path = paths_of(
+            is_copy=(boxes.op == Op.COPY) & (not carriage.is_kept),
+            run_bytes=run,
+            is_mapped=carriage.is_mapped,
+            min_run_bytes=carriage.min_run_bytes,
+        )
+        cut = StreamBoxes(
+            stream=np.zeros(len(boxes), dtype=np.int64),
+            extent=boxes.extent[boxes.kind],
+            width=boxes.width,
+            path=path,
+            group=boxes.group,
+            place=boxes.place,
+        )
+        self.units, self.chunks = cut_streams(cut, chunk_bytes=carriage.chunk_bytes)
+        self._kind = boxes.kind[self.units.box]
+        self._op = boxes.op[self.units.box]
+        self._width = boxes.width[self.units.box]
+        self._compact = row_major_strides(self.units.extent)
+        self.num_straight = int((self.chunks.path != Path.PACKED).sum())
+        """Chunks that go straight from the weights."""
+
+    @property
+    def num_chunks(self) -> int:
+        """All Chunks."""
+        return len(self.chunks)
+
+    @property
+    def num_packed(self) -> int:
+        """Chunks that are filled first."""
+        return self.num_chunks - self.num_straight
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the stream, with its gaps."""
+        return int(self.chunks.num_bytes.sum())
+
+    @property
+    def chunk_wire_bytes(self) -> Int64s:
+        """Bytes that travel for each Chunk of a version that is sent whole: gaps only where a Chunk is one write."""
+        is_one_write = self.carriage.lands_in_stream and not self.carriage.is_mapped
+        whole = (self.chunks.path == Path.PACKED) & is_one_write
+        return np.where(whole, self.chunks.num_bytes, self.chunks.payload)
+
+    @property
+    def num_writes(self) -> int:
+        """One-sided writes of a version that is sent whole; for links that take descriptors."""
+        straight = self.chunks.path[self.units.chunk] != Path.PACKED
+        landed = self._compact if self.carriage.lands_in_stream else self._dst_strides
+        runs = num_runs(self.units.extent, self._src_strides, landed)[straight].sum()
+        if self.carriage.lands_in_stream:
+            return int(runs) + self.num_packed
+        return int(runs) + int(num_runs(self.units.extent, self._compact, landed)[~straight].sum())
+
+    # Strides and addresses of units
+
+    @property
+    def _src_strides(self) -> Int64s:
+        return self.boxes.src_strides[self._kind]
+
+    @property
+    def _dst_strides(self) -> Int64s:
+        return self.boxes.dst_strides[self._kind]
+
+    def _source(self, address: Int64s) -> Int64s:
+        """Where each unit is read, from the addresses of the trainer's shards."""
+        boxes, box = self.boxes, self.units.box
+        offset = boxes.src_offset[box] + (self.units.first * self._src_strides).sum(axis=1)
+        return address[boxes.src[box]] + offset * boxes.src_width[box]
+
+    def _destination(self, of_tensor: Int64s) -> Int64s:
+        """Where each unit belongs, from addresses, or digest positions, of the engine's tensors."""
+        boxes, box = self.boxes, self.units.box
+        offset = boxes.dst_offset[box] + (self.units.first * self._dst_strides).sum(axis=1)
+        return of_tensor[boxes.dst[box]] + offset * self._width
+
+    def _by_chunk(self, planes: PlaneColumns, units: Int64s, table: Planes, first: int, last: int) -> list[Planes]:
+        """A table over some units, cut at the borders of Chunks `first` to `last`."""
+        chunk = self.units.chunk[units[planes.box]]
+        borders = np.searchsorted(chunk, np.arange(first, last + 1)).tolist()
+        return [table.take(slice(a, b)) for a, b in itertools.pairwise(borders)]
+
+    # A trainer's tables
+
+    def straight(self, source: Int64s, to: Int64s | int, place: Int64s | None) -> list[Planes]:
+        """What is written straight from the weights: one table for each such Chunk.
+
+        `source`: addresses of the trainer's shards. `to`: of the engine's tensors, or of the stream. `place`: where the
+        tensors lie in the digest's space; None: not digested.
+        """
+        units = np.flatnonzero(self.units.chunk < self.num_straight)
+        extent, width = self.units.extent[units], self._width[units]
+        src_strides, dst_strides = self._src_strides[units], self._dst_strides[units]
+        position = None if place is None else self._destination(place)[units]
+        if isinstance(to, int):
+            planes = planes_of(extent, src_strides, self._compact[units], dst_strides)
+            landed = self.units.offset[units] + to
+        else:
+            planes = planes_of(extent, src_strides, dst_strides, dst_strides)
+            landed = self._destination(to)[units]
+        table = Planes.of(
+            planes, src=self._source(source)[units], dst=landed, width=width, position=position, memories=(0, 1, 2)
+        )
+        return self._by_chunk(planes, units, table, 0, self.num_straight)
+
+    def fills(self, source: Int64s) -> list[ChunkFill]:
+        """How each packed Chunk is filled; places are relative to its beginning."""
+        address = self._source(source)
+        at = self.units.offset - self.chunks.begin[self.units.chunk]
+        copied = self._copies(address, at)
+        converted = self._conversions(address, at)
+        return [
+            ChunkFill(planes=planes, boxes=tuple(found), source_end=_source_end(planes, found))
+            for planes, found in zip(copied, converted, strict=True)
+        ]
+
+    def _copies(self, address: Int64s, at: Int64s) -> list[Planes]:
+        units = np.flatnonzero((self.units.chunk >= self.num_straight) & (self._op == Op.COPY))
+        planes = planes_of(self.units.extent[units], self._src_strides[units], self._compact[units])
+        table = Planes.of(planes, src=address[units], dst=at[units], width=self._width[units])
+        return self._by_chunk(planes, units, table, self.num_straight, self.num_chunks)
+
+    def _conversions(self, address: Int64s, at: Int64s) -> list[list[tuple[Conversion, int]]]:
+        """Boxes that are cast or quantised, and scales, with their places."""
+        found: list[list[tuple[Conversion, int]]] = [[] for _ in range(self.num_packed)]
+        units = np.flatnonzero(self._op != Op.COPY)
+        if not len(units):
+            return found
+        casts = units[self._op[units] == Op.CAST]
+        planes = planes_of(self.units.extent[casts], self._src_strides[casts], self._compact[casts])
+        self._collect(found, casts[planes.box], planes, address, at)
+        scaled = units[self._op[units] != Op.CAST]
+        self._collect(found, scaled, _matrices(self.units.extent[scaled], self._src_strides[scaled]), address, at)
+        return found
+
+    def _collect(
+        self,
+        found: list[list[tuple[Conversion, int]]],
+        unit: Int64s,
+        planes: PlaneColumns,
+        address: Int64s,
+        at: Int64s,
+    ) -> None:
+        """Add planes that are converted to their Chunks; `unit[i]` is the unit plane i belongs to."""
+        boxes, box = self.boxes, self.units.box[unit]
+        first = boxes.first[box] + self.units.first[unit][:, -2:]
+        src_width = boxes.src_width[box]
+        is_scale = boxes.op[box] == Op.SCALE
+        columns = {
+            "op": boxes.op[box],
+            "grid": np.maximum(boxes.grid[box], 0),
+            "src": np.where(is_scale, 0, address[unit] + planes.offset[0] * src_width),
+            "stride": planes.stride[0] * src_width,
+            "src_dtype": boxes.what[boxes.kind[box], 1],
+            "dst_dtype": boxes.what[boxes.kind[box], 2],
+            "first_row": first[:, 0],
+            "first_column": first[:, 1],
+            "rows": planes.rows,
+            "columns": planes.run,
+        }
+        rows = zip(*(columns[name].tolist() for name in Conversion._fields), strict=True)
+        places = at[unit] + planes.offset[1] * self._width[unit]
+        chunk = self.units.chunk[unit] - self.num_straight
+        for row, place, number in zip(rows, places.tolist(), chunk.tolist(), strict=True):
+            found[number].append((Conversion._make(row), place))
+
+    def parcels(self, to: Int64s | int, place: Int64s | None) -> list[Planes]:
+        """What each packed Chunk writes: sources count from its beginning; `to` and `place` as for `straight`."""
+        units = np.flatnonzero(self.units.chunk >= self.num_straight)
+        extent, dst_strides = self.units.extent[units], self._dst_strides[units]
+        compact = self._compact[units]
+        if isinstance(to, int):
+            planes = planes_of(extent, compact, compact, dst_strides)
+            landed = self.units.offset[units] + to
+        else:
+            planes = planes_of(extent, compact, dst_strides, dst_strides)
+            landed = self._destination(to)[units]
+        at = self.units.offset - self.chunks.begin[self.units.chunk]
+        table = Planes.of(
+            planes,
+            src=at[units],
+            dst=landed,
+            width=self._width[units],
+            position=None if place is None else self._destination(place)[units],
+            memories=(0, 1, 2),
+        )
+        return self._by_chunk(planes, units, table, self.num_straight, self.num_chunks)
+
+    # An engine's tables
+
+    def landed(self, at: Int64s | int, live: Int64s, place: Int64s) -> list[Planes]:
+        """For each Chunk: where its bytes lie when they have landed (`src`), where they belong (`dst`), and their place
+        in the digest's space. `at`: the address of the stream; or of the engine's tensors, if they land there."""
+        if isinstance(at, int):
+            planes = planes_of(self.units.extent, self._compact, self._dst_strides)
+            src = self.units.offset + at
+        else:
+            planes = planes_of(self.units.extent, self._dst_strides, self._dst_strides)
+            src = self._destination(at)
+        table = Planes.of(
+            planes,
+            src=src,
+            dst=self._destination(live),
+            width=self._width,
+            position=self._destination(place),
+        )
+        units = np.arange(len(self.units.box))
+        return self._by_chunk(planes, units, table, 0, self.num_chunks)
+
+    # Patches
+
+    def images(self) -> list[ImageLayout]:
+        """The image of each packed Chunk: sections of elements of one size."""
+        firsts = self.chunks.first_unit
+        return [self._image(int(a), int(b)) for a, b in itertools.pairwise(firsts[self.num_straight :])]
+
+    def _image(self, first: int, last: int) -> ImageLayout:
+        width, offset = self._width[first:last], self.units.offset[first:last]
+        ends = offset + -(-self.units.num_bytes[first:last] // UNIT_ALIGN) * UNIT_ALIGN
+        starts = np.flatnonzero(np.diff(width, prepend=-1))
+        stops = np.append(starts[1:], len(width)) - 1
+        sections = tuple(
+            Section(
+                width=int(width[a]),
+                begin=int(offset[a] - offset[0]),
+                num_elements=int(ends[b] - offset[a]) // int(width[a]),
+            )
+            for a, b in zip(starts.tolist(), stops.tolist(), strict=True)
+        )
+        number = self.units.chunk[first]
+        return ImageLayout(sections=sections, num_bytes=int(self.chunks.num_bytes[number]))
+
+    def image_rows(self, live: Int64s, scratch: int) -> list[tuple[ImageRows, ...]]:
+        """For each packed Chunk and section: where its bytes belong; gaps go to `scratch`, where nobody looks."""
+        tables = self.landed(0, live, np.zeros(len(self.boxes.tensors), dtype=np.int64))[self.num_straight :]
+        begins = self.chunks.begin[self.num_straight :].tolist()
+        return [
+            tuple(_section_rows(table, begin, section, scratch) for section in image.sections)
+            for table, begin, image in zip(tables, begins, self.images(), strict=True)
+        ]
+
+
+def _matrices(extent: Int64s, src_strides: Int64s) -> PlaneColumns:
+    """Boxes of matrices as planes, whatever their contiguity: rows and columns mean something to scales."""
+    zero = np.zeros(len(extent), dtype=np.int64)
+    return PlaneColumns(
+        box=np.arange(len(extent)),
+        offset=(zero, zero),
+        stride=(src_strides[:, -2], extent[:, -1]),
+        rows=extent[:, -2],
+        run=extent[:, -1],
+    )
+
+
+def _source_end(planes: Planes, found: list[tuple[Conversion, int]]) -> int:
+    """Behind the last byte of the weights a Chunk reads."""
+    address, num_bytes = planes.src_spans
+    copied = int((address + num_bytes).max(initial=0))
+    return max([copied, *(box.src + box.rows * box.stride for box, _ in found)])
+
+
+def _section_rows(table: Planes, chunk_begin: int, section: Section, scratch: int) -> ImageRows:
+    """Rows of one section, sorted by their place in it, with gaps filled in."""
+    live, stream, length, _ = table.runs
+    begin = stream.astype(np.int64) - chunk_begin - section.begin
+    mine = (begin >= 0) & (begin < section.num_bytes)
+    order = np.argsort(begin[mine], kind="stable")
+    begin, address, size = begin[mine][order], live[mine][order], length[mine][order].astype(np.int64)
+    ends = begin + size
+    after = np.append(begin[1:], section.num_bytes)
+    gaps = np.flatnonzero(after > ends)
+    begin = np.insert(begin, gaps + 1, ends[gaps])
+    address = np.insert(address, gaps + 1, np.uint64(scratch))
+    size = np.insert(size, gaps + 1, (after - ends)[gaps])
+    return ImageRows(begin=begin.astype(np.uint64), address=address, length=size.astype(np.uint64))

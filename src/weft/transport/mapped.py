@@ -1,0 +1,90 @@
+"""Transports that map the target's memory: the sender's own instructions write it, plane by plane.
+
+What is written is prepared once, Chunk by Chunk (`prepare_direct`), and posted for every version. Bytes are counted at
+the target when a Chunk is there, in the order of Chunks.
+"""
+
+from __future__ import annotations
+
+import abc
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import TypeVar
+
+import numpy as np
+
+from weft.core.planes import Planes, joined
+from weft.errors import TransportError
+from weft.transport.base import Peer, Ticket, Written
+from weft.transport.chunked import ChunkedTransport
+
+AnyPeer = TypeVar("AnyPeer", bound=Peer)
+_MASK = (1 << 64) - 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class DirectBatch:
+    """Planes to write to one peer, Chunk by Chunk; destinations as they are mapped here."""
+
+    peer: str
+    chunks: tuple[Planes, ...]
+    num_bytes: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "num_bytes", sum(planes.num_bytes for planes in self.chunks))
+
+    @property
+    def is_digested(self) -> bool:
+        """Whether its bytes are digested on the way."""
+        return any(planes.position is not None for planes in self.chunks)
+
+
+class MappedTransport(ChunkedTransport[AnyPeer]):
+    """Writes planes straight to where they belong."""
+
+    def prepare_direct(self, peer: str, chunks: Sequence[Planes]) -> DirectBatch:
+        """Check and map planes; raises RegistrationError for one outside registered memory of either side."""
+        known = self._known(peer)
+        table = joined(chunks)
+        self._registered.find(*table.src_spans, whose=self.member)
+        at = known.ranges.find(*table.dst_spans, whose=peer)
+        mapped = (table.dst.astype(np.int64) + known.ranges.shifts()[at]).astype(np.uint64)
+        ends = np.cumsum([len(planes) for planes in chunks])
+        return DirectBatch(
+            peer=peer,
+            chunks=tuple(
+                replace(planes, dst=dst) for planes, dst in zip(chunks, np.split(mapped, ends[:-1]), strict=True)
+            ),
+        )
+
+    def post_direct(self, batches: Sequence[DirectBatch], tag: int) -> list[Ticket]:
+        """Start writing; the target counts bytes under `tag` as Chunks land."""
+        self._check_tag(tag)
+        tickets = []
+        for batch in batches:
+            cancelled = threading.Event()
+            written = self._writer.submit(self._write_direct, batch, tag, cancelled)
+            tickets.append(Ticket(written, batch, tag, cancelled))
+        return tickets
+
+    def _write_direct(self, batch: DirectBatch, tag: int, cancelled: threading.Event) -> Written:
+        peer = self._known(batch.peer)
+        digest, written = 0, 0
+        try:
+            self._announce(peer, tag)
+            for planes in batch.chunks:
+                if cancelled.is_set():
+                    raise TransportError(f"writing to {batch.peer} was stopped")
+                self._check_alive(peer)
+                digest += self._copy_planes(peer, planes)
+                written += planes.num_bytes
+                self._count(peer, tag, planes.num_bytes)
+            self._check_alive(peer)
+        except TransportError as error:
+            raise type(error)(f"{error} ({written} of {batch.num_bytes} bytes written)", hint=error.hint) from error
+        return Written(num_bytes=written, digest=digest & _MASK)
+
+    @abc.abstractmethod
+    def _copy_planes(self, peer: AnyPeer, planes: Planes) -> int:
+        """Copy a Chunk; returns its digest, or 0 where none is wanted."""
