@@ -15,6 +15,7 @@ def test_the_export_list_is_exact():
         "Plan",
         "Receiver",
         "Recipe",
+        "Security",
         "Sender",
         "Shard",
         "Tensor",

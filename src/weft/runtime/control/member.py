@@ -19,6 +19,7 @@ from typing import Any, Protocol
 from weft.config import TransferSettings
 from weft.errors import PeerLost, ProtocolError, WeftError
 from weft.runtime.control.channel import BURST_SPIN_S, SPIN_S, Client, Reset
+from weft.runtime.control.keys import ClientKeys
 from weft.runtime.control.messages import PROTOCOL, Alive, Beat, Join, Leave, Refused, ToMember, Unknown, Welcome
 
 CLOSE_S = 10.0
@@ -53,8 +54,8 @@ class Duties(Protocol):
 class ControlThread:
     """Owns a member's channel; other threads post messages through it."""
 
-    def __init__(self, address: str, member: str, duties: Duties, **security: Any) -> None:
-        self._client = Client(address, member=member, messages=ToMember, protocol=PROTOCOL, **security)
+    def __init__(self, address: str, member: str, duties: Duties, keys: ClientKeys | None = None) -> None:
+        self._client = Client(address, member=member, messages=ToMember, protocol=PROTOCOL, keys=keys)
         self._address, self._duties = address, duties
         self.settings = TransferSettings()
         """The controller's, once it has answered."""

@@ -53,6 +53,7 @@ from weft.runtime.control.messages import (
     Verify,
     Writer,
 )
+from weft.runtime.control.security import Security, client_keys
 from weft.runtime.receive.arrivals import STEP_BYTES, Arrivals, Stream, spare_core
 from weft.runtime.receive.exposure import Exposure, has_ended, named
 from weft.runtime.receive.patch_intake import PatchIntake, Target
@@ -100,18 +101,20 @@ class Receiver:
         weights: Weights,
         transport: Transport[Any] | None = None,
         on_wanted: Callable[[int | None], None] | None = None,
-        **security: Any,
+        security: Security | None = None,
     ) -> None:
         """`transport`: for tests; otherwise the controller chooses.
+
+        `security`: the keys to join with, `engine.key` by default.
 
         `on_wanted` is for engines that have a driver, which lets all ranks commit together and does not call `poll` at
         every step: it is called, on another thread, when the engine's thread should commit (with the version that is
         there) or call `poll` (with None). Ranks do not agree on a step then.
         """
-        self.member = f"engine {rank}"
+        keys = client_keys(security, "engine")
+        self.member, self._rank = f"engine {rank}", rank
         self._on_wanted = on_wanted or (lambda _: None)
         self._counts_steps = on_wanted is None
-        self._rank = rank
         self._transports = OpenTransports(
             self.member, rank=rank, device=weights.device, controller=address, given=transport
         )
@@ -157,7 +160,7 @@ class Receiver:
         self._step = 0
         self._fence: int | None = None
         self._boundary: int | None = None
-        self._control = ControlThread(address, self.member, self, **security)
+        self._control = ControlThread(address, self.member, self, keys)
         self._control.start()
 
     @property

@@ -43,6 +43,7 @@ from weft.runtime.control.messages import (
     Want,
     Written,
 )
+from weft.runtime.control.security import Security, client_keys
 from weft.runtime.send.job import Job, Sent
 from weft.runtime.send.mirror import Mirror
 from weft.runtime.send.pipeline import run
@@ -169,12 +170,14 @@ class Sender:
         through: str | None = None,
         transport: Transport[Any] | None = None,
         timeout_s: float = JOIN_S,
-        **security: Any,
+        security: Security | None = None,
     ) -> None:
         """`timeout_s`: how long a publication waits for the plan and for its turn. `transport`: for tests.
 
         `through`: the device offloaded weights are copied to for every version, and sent from: `cuda:0`.
+        `security`: the keys to join with, `trainer.key` by default.
         """
+        keys = client_keys(security, "trainer")
         self.member = f"trainer {rank}"
         self._rank, self._timeout_s = rank, timeout_s
         self._mirror = None if through is None else Mirror(weights, through)
@@ -197,7 +200,7 @@ class Sender:
         self._last_begun: int | None = None
         """The highest version a controller let this trainer write."""
         self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"weft-{self.member}-write")
-        self._control = ControlThread(address, self.member, self, **security)
+        self._control = ControlThread(address, self.member, self, keys)
         self._control.start()
 
     def publish(self, *, version: int) -> Publication:
