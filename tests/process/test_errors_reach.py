@@ -176,7 +176,7 @@ def test_a_revoked_trainer_reaches_nothing_that_is_used(tmp_path, transport):
             publication = successor.publish(version=2)
             update = receiver.wait(BOUND_S)
             mine[:] = -1
-            for way, batch in revoked.batches():
+            for way, batch in revoked._batches():
                 with contextlib.suppress(WeftError):
                     way.post(batch, tag=3).wait(2.0)
             update.commit()

@@ -41,8 +41,10 @@ class Security:
     it admits; it reads them again while it runs.
     """
     key: str | None = None
-    """Name of the own key in that folder, or its path without `.key`. By default `controller`, `trainer` or `engine`,
-    after whoever uses it."""
+    """Name of the caller's own key in that folder, or its path without `.key`.
+
+    By default the key is named after its side: `controller`, `trainer` or `engine`.
+    """
 
     def __post_init__(self) -> None:
         hint = 'for example Security(keys="~/weft-keys", key="trainer"), with a folder made by `weft keys`'
