@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from weft.core.topology import load_topology as load_topology
     from weft.errors import WeftError as WeftError
     from weft.integrations.torch import weights_of as weights_of
+    from weft.runtime.control.security import Security as Security
     from weft.runtime.controller.controller import Controller as Controller
     from weft.runtime.receive.receiver import Receiver as Receiver
     from weft.runtime.send.sender import Sender as Sender
@@ -38,6 +39,7 @@ _HOMES = {
     "Plan": "weft.core.plan",
     "Receiver": "weft.runtime.receive.receiver",
     "Recipe": "weft.core.recipe",
+    "Security": "weft.runtime.control.security",
     "Sender": "weft.runtime.send.sender",
     "Shard": "weft.core.layout",
     "Tensor": "weft.core.layout",

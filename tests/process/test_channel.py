@@ -17,6 +17,7 @@ from weft.errors import AuthError, ConfigError, ProtocolError, WeftError
 from weft.runtime.control.channel import Client, Invalid, Reset, Server
 from weft.runtime.control.fragments import cut
 from weft.runtime.control.keys import KeyRing, load_grant, load_keys, load_public, make_keys
+from weft.runtime.control.security import Security, client_keys, server_keys
 
 ANYWHERE = "tcp://127.0.0.1:*"
 SOON_S = 5.0
@@ -161,32 +162,22 @@ def keys(tmp_path):
 
 
 def secured(keys, **more):
-    return Server(ANYWHERE, messages=MESSAGES, keys=load_keys(keys / "controller.key"), allowed=KeyRing(keys), **more)
+    return Server(ANYWHERE, messages=MESSAGES, keys=server_keys(Security(keys=keys)), **more)
+
+
+def client_with(keys, address, *, key="trainer", member="trainer 0"):
+    """A client with a key of the folder."""
+    return Client(address, member=member, messages=MESSAGES, keys=client_keys(Security(keys=keys, key=key), "trainer"))
 
 
 def test_members_with_an_allowed_key_are_served(keys):
-    public = load_public(keys / "controller.pub")
-    with (
-        secured(keys) as server,
-        Client(
-            server.address,
-            member="trainer 0",
-            messages=MESSAGES,
-            keys=load_keys(keys / "trainer.key"),
-            server_public=public,
-        ) as client,
-    ):
+    with secured(keys) as server, client_with(keys, server.address) as client:
         client.send(Ping(number=1))
         assert server.receive(SOON_S).message == Ping(number=1)
 
 
 def test_a_key_that_is_not_allowed_is_refused_within_seconds(keys):
-    public = load_public(keys / "controller.pub")
-    stranger = load_keys(keys / "elsewhere" / "trainer.key")
-    with (
-        secured(keys) as server,
-        Client(server.address, member="trainer 0", messages=MESSAGES, keys=stranger, server_public=public) as client,
-    ):
+    with secured(keys) as server, client_with(keys, server.address, key="elsewhere/trainer") as client:
         client.send(Ping(number=1))
         with pytest.raises(AuthError, match="refused trainer 0"):
             client.receive(SOON_S)
@@ -214,11 +205,6 @@ def test_impossible_addresses(address):
 def test_a_port_in_use_is_named(server):
     with pytest.raises(ConfigError, match="cannot listen"):
         Server(server.address, messages=MESSAGES)
-
-
-def test_half_a_key_is_refused(keys):
-    with pytest.raises(AuthError, match="both"):
-        Client("tcp://127.0.0.1:1", member="t", messages=MESSAGES, keys=load_keys(keys / "trainer.key"))
 
 
 def test_key_files(keys, tmp_path):
@@ -264,10 +250,7 @@ def test_what_a_key_permits_comes_from_its_name_or_the_options(tmp_path):
 
 def greeted(server, keys, member, key):
     """What comes of a greeting: the message, or what the client is told."""
-    public = load_public(keys / "controller.pub")
-    with Client(
-        server.address, member=member, messages=MESSAGES, keys=load_keys(keys / f"{key}.key"), server_public=public
-    ) as client:
+    with client_with(keys, server.address, key=key, member=member) as client:
         client.send(Ping(number=1))
         received = server.receive(0.5)
         if received is not None:
@@ -294,12 +277,7 @@ def test_a_key_permits_its_own_side_and_ranks_only(keys):
 
 
 def test_keys_come_and_go_while_the_server_runs(keys, caplog):
-    public = load_public(keys / "controller.pub")
-    trainer = load_keys(keys / "trainer.key")
-    with (
-        secured(keys) as server,
-        Client(server.address, member="trainer 0", messages=MESSAGES, keys=trainer, server_public=public) as client,
-    ):
+    with secured(keys) as server, client_with(keys, server.address) as client:
         client.send(Ping(number=1))
         sender = server.receive(SOON_S).sender
         assert server.revoked() == {}
@@ -327,12 +305,8 @@ def test_another_protocol_is_refused_by_name():
 
 
 def test_a_wrong_controller_key_is_an_error_within_seconds(keys):
-    wrong = load_public(keys / "elsewhere" / "trainer.pub")
-    trainer = load_keys(keys / "trainer.key")
-    with (
-        secured(keys) as server,
-        Client(server.address, member="trainer 0", messages=MESSAGES, keys=trainer, server_public=wrong) as client,
-    ):
+    make_keys(keys / "elsewhere", ["controller"])
+    with secured(keys) as server, client_with(keys / "elsewhere", server.address, key=str(keys / "trainer")) as client:
         client.send(Ping(number=1))
         with pytest.raises(AuthError, match=f"the controller at `{server.address}` ends every handshake") as found:
             client.receive(SOON_S)
@@ -341,11 +315,9 @@ def test_a_wrong_controller_key_is_an_error_within_seconds(keys):
 
 def test_a_controller_that_restarts_again_and_again_or_is_slow_is_waited_for(keys):
     """Neither connections that break in the handshake now and then, nor a server that is silent, are a wrong key."""
-    public = load_public(keys / "controller.pub")
-    trainer = load_keys(keys / "trainer.key")
     with secured(keys) as server:
         address = server.address
-    with Client(address, member="trainer 0", messages=MESSAGES, keys=trainer, server_public=public) as client:
+    with client_with(keys, address) as client:
         client.send(Ping(number=1))
         port = int(address.rpartition(":")[2])
         with socket.create_server(("127.0.0.1", port)) as silent:
@@ -355,13 +327,7 @@ def test_a_controller_that_restarts_again_and_again_or_is_slow_is_waited_for(key
             connection.close()
             assert client.receive(0.1) is None
         for number in range(5):
-            server = Server(
-                address,
-                messages=MESSAGES,
-                keys=load_keys(keys / "controller.key"),
-                allowed=KeyRing(keys),
-            )
-            with server:
+            with Server(address, messages=MESSAGES, keys=server_keys(Security(keys=keys))) as server:
                 heard = None
                 deadline = time.monotonic() + SOON_S
                 while heard is None and time.monotonic() < deadline:

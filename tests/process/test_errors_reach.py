@@ -16,7 +16,8 @@ from tests.process.runtime_members import Process
 from tests.support.waiting import wait_until
 from weft.config import TransferSettings
 from weft.errors import AuthError, PeerLost, ProtocolError, TransferTimeout, VersionError, WeftError
-from weft.runtime.control.keys import controller_security, make_keys, member_security
+from weft.runtime.control.keys import make_keys
+from weft.runtime.control.security import Security
 from weft.runtime.controller.controller import Controller
 from weft.runtime.receive.receiver import Receiver
 from weft.runtime.send.sender import Sender
@@ -100,11 +101,10 @@ def test_without_a_controller_everybody_says_so():
 def test_a_wrong_controller_key_is_named(tmp_path):
     make_keys(tmp_path, ["controller", "trainer", "engine"])
     make_keys(tmp_path / "other", ["controller"])
-    mistaken = member_security(str(tmp_path), "trainer")
-    mistaken["server_public"] = member_security(str(tmp_path / "other"), "controller")["server_public"]
+    mistaken = Security(keys=tmp_path / "other", key=str(tmp_path / "trainer"))
     with (
-        Controller(num_trainers=1, num_engine_ranks=1, **controller_security(tmp_path)) as controller,
-        Sender(controller.address, rank=0, weights=weights(), timeout_s=BOUND_S, **mistaken) as sender,
+        Controller(num_trainers=1, num_engine_ranks=1, security=Security(keys=tmp_path)) as controller,
+        Sender(controller.address, rank=0, weights=weights(), timeout_s=BOUND_S, security=mistaken) as sender,
         pytest.raises(AuthError, match="ends every handshake"),
     ):
         sender.publish(version=0).wait_committed(BOUND_S)
@@ -113,11 +113,12 @@ def test_a_wrong_controller_key_is_named(tmp_path):
 def test_removing_a_key_revokes_it_and_adding_one_admits(tmp_path):
     make_keys(tmp_path, ["controller", "trainer", "engine"])
     settings = TransferSettings(silence_s=2.0)
-    security = controller_security(tmp_path)
     with (
-        Controller(num_trainers=1, num_engine_ranks=1, settings=settings, **security) as controller,
-        Receiver(controller.address, rank=0, weights=weights(), **member_security(str(tmp_path), "engine")),
-        Sender(controller.address, rank=0, weights=weights(), **member_security(str(tmp_path), "trainer")) as sender,
+        Controller(
+            num_trainers=1, num_engine_ranks=1, settings=settings, security=Security(keys=tmp_path)
+        ) as controller,
+        Receiver(controller.address, rank=0, weights=weights(), security=Security(keys=tmp_path)),
+        Sender(controller.address, rank=0, weights=weights(), security=Security(keys=tmp_path)) as sender,
     ):
         assert controller.wait_planned(BOUND_S)
         began = time.monotonic()
@@ -132,7 +133,7 @@ def test_removing_a_key_revokes_it_and_adding_one_admits(tmp_path):
         with pytest.raises(ProtocolError, match="its key was removed"):
             sender.publish(version=1)
         make_keys(tmp_path, ["trainer-b"])
-        with Sender(controller.address, rank=0, weights=weights(), **member_security(str(tmp_path), "trainer-b")):
+        with Sender(controller.address, rank=0, weights=weights(), security=Security(keys=tmp_path, key="trainer-b")):
             assert controller.wait_planned(BOUND_S)
 
 
@@ -144,19 +145,19 @@ def test_a_revoked_trainer_reaches_nothing_that_is_used(tmp_path, transport):
     mine, theirs, engine = (np.full(1 << 16, value, dtype=np.float32) for value in (1, 2, 0))
     with (
         Controller(
-            num_trainers=1, num_engine_ranks=1, settings=settings, **controller_security(tmp_path)
+            num_trainers=1, num_engine_ranks=1, settings=settings, security=Security(keys=tmp_path)
         ) as controller,
         Receiver(
             controller.address,
             rank=0,
             weights=Weights.from_arrays({"w": engine}),
-            **member_security(str(tmp_path), "engine"),
+            security=Security(keys=tmp_path),
         ) as receiver,
         Sender(
             controller.address,
             rank=0,
             weights=Weights.from_arrays({"w": mine}),
-            **member_security(str(tmp_path), "trainer"),
+            security=Security(keys=tmp_path),
         ) as revoked,
     ):
         publication = revoked.publish(version=1)
@@ -169,13 +170,13 @@ def test_a_revoked_trainer_reaches_nothing_that_is_used(tmp_path, transport):
             controller.address,
             rank=0,
             weights=Weights.from_arrays({"w": theirs}),
-            **member_security(str(tmp_path), "trainer-b"),
+            security=Security(keys=tmp_path, key="trainer-b"),
         ) as successor:
             assert controller.wait_planned(BOUND_S)
             publication = successor.publish(version=2)
             update = receiver.wait(BOUND_S)
             mine[:] = -1
-            for way, batch in revoked.batches():
+            for way, batch in revoked._batches():
                 with contextlib.suppress(WeftError):
                     way.post(batch, tag=3).wait(2.0)
             update.commit()
@@ -186,8 +187,10 @@ def test_a_revoked_trainer_reaches_nothing_that_is_used(tmp_path, transport):
 def test_a_key_of_the_other_side_does_not_join(tmp_path):
     make_keys(tmp_path, ["controller", "trainer", "engine"])
     with (
-        Controller(num_trainers=1, num_engine_ranks=1, **controller_security(tmp_path)) as controller,
-        Receiver(controller.address, rank=0, weights=weights(), **member_security(str(tmp_path), "trainer")) as engine,
+        Controller(num_trainers=1, num_engine_ranks=1, security=Security(keys=tmp_path)) as controller,
+        Receiver(
+            controller.address, rank=0, weights=weights(), security=Security(keys=tmp_path, key="trainer")
+        ) as engine,
         pytest.raises(AuthError, match=r"trainer\.pub` is for the trainer side, not for engine 0"),
     ):
         engine.wait(BOUND_S)

@@ -1,9 +1,16 @@
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
+from pathlib import Path
+
+import numpy as np
 
 import weft
+
+DOCUMENT = Path(__file__).parents[2] / "docs" / "transfer.md"
+SOON_S = 10.0
 
 
 def test_the_export_list_is_exact():
@@ -15,6 +22,7 @@ def test_the_export_list_is_exact():
         "Plan",
         "Receiver",
         "Recipe",
+        "Security",
         "Sender",
         "Shard",
         "Tensor",
@@ -35,3 +43,22 @@ def test_importing_weft_imports_nothing_heavy():
     code = "import sys, weft; print([m for m in ('numpy', 'torch', 'typer', 'rich') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
     assert done.stdout.strip() == "[]"
+
+
+def test_users_see_what_is_documented_and_nothing_else():
+    cells = [line.split("|")[1] for line in DOCUMENT.read_text().splitlines() if line.startswith("| `")]
+    documented: dict[str, set[str]] = {}
+    for name, attribute in re.findall(r"`([A-Z]\w+)\.(\w+)", " ".join(cells)):
+        documented.setdefault(name, set()).add(attribute)
+    weights = [weft.Weights.from_arrays({"w": np.zeros(4, np.float32)}) for _ in range(2)]
+    with (
+        weft.Controller(num_trainers=1, num_engine_ranks=1) as controller,
+        weft.Sender(controller.address, rank=0, weights=weights[0]) as sender,
+        weft.Receiver(controller.address, rank=0, weights=weights[1]) as receiver,
+    ):
+        publication = sender.publish(version=1)
+        update = receiver.wait(SOON_S)
+        seen = (controller, sender, receiver, publication, update)
+        assert documented == {type(one).__name__: {name for name in dir(one) if name[0] != "_"} for one in seen}
+        update.commit()
+        publication.wait_committed(SOON_S)

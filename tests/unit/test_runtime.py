@@ -19,7 +19,8 @@ from weft.errors import (
     VersionError,
     WeftError,
 )
-from weft.runtime.control.keys import KeyRing, load_keys, load_public, make_keys
+from weft.runtime.control.keys import make_keys
+from weft.runtime.control.security import Security
 from weft.runtime.controller.controller import Controller
 from weft.runtime.receive.receiver import Receiver
 from weft.runtime.send.sender import Sender
@@ -336,38 +337,18 @@ def test_a_member_that_cannot_open_its_transport_says_why_to_everybody():
 def test_only_members_with_keys_join(tmp_path):
     make_keys(tmp_path, ["controller", "trainer", "engine"])
     make_keys(tmp_path / "strange", ["engine"])
-    public = load_public(tmp_path / "controller.pub")
-    weights = Weights.from_arrays({"w": np.zeros(4, np.float32)})
-    with Controller(
-        num_trainers=1, num_engine_ranks=1, keys=load_keys(tmp_path / "controller.key"), allowed=KeyRing(tmp_path)
-    ) as controller:
+    weights, security = Weights.from_arrays({"w": np.zeros(4, np.float32)}), Security(keys=tmp_path)
+    with Controller(num_trainers=1, num_engine_ranks=1, security=security) as controller:
+        strange = Security(keys=tmp_path, key="strange/engine")
         with (
-            Receiver(
-                controller.address,
-                rank=0,
-                weights=weights,
-                keys=load_keys(tmp_path / "strange" / "engine.key"),
-                server_public=public,
-            ) as stranger,
+            Receiver(controller.address, rank=0, weights=weights, security=strange) as stranger,
             pytest.raises(AuthError, match="refused"),
         ):
             stranger.wait(SOON_S)
         assert controller.statistics().members == ()
         with (
-            Sender(
-                controller.address,
-                rank=0,
-                weights=weights,
-                keys=load_keys(tmp_path / "trainer.key"),
-                server_public=public,
-            ) as sender,
-            Receiver(
-                controller.address,
-                rank=0,
-                weights=weights,
-                keys=load_keys(tmp_path / "engine.key"),
-                server_public=public,
-            ) as receiver,
+            Sender(controller.address, rank=0, weights=weights, security=security) as sender,
+            Receiver(controller.address, rank=0, weights=weights, security=security) as receiver,
         ):
             publication = sender.publish(version=1)
             receiver.wait(SOON_S).commit()

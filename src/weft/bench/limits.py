@@ -88,7 +88,7 @@ def kernel_write(num_bytes: int, pid: int, address: int, wait: Callable[[], None
 
 def bare_nixl(sender: Sender, wait: Callable[[], None]) -> Span:
     """Post what the sender would write with bare NIXL calls, without anything of weft around them."""
-    batches = sender.batches()
+    batches = sender._batches()
     transport = batches[0][0]
     assert isinstance(transport, NixlTransport)
     wait()

@@ -125,7 +125,7 @@ class Trainer(Member):
         """Become a weft sender behind a slow link; its stages overlap, or are run in turn."""
         link = LimitedShm(f"trainer {self.setup.rank}", writer=self.setup.rank, bytes_per_s=bytes_per_s)
         self.sender = Sender(address, rank=self.setup.rank, weights=self.weights, transport=link, timeout_s=WAIT_S)
-        self.sender.run_stages = run_in_turn if in_turn else run
+        self.sender._run_stages = run_in_turn if in_turn else run
 
     def open_quantized(self, address: str) -> None:
         """Become a sender of what `gather_and_quantize` makes."""

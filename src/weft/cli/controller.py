@@ -16,7 +16,7 @@ from weft.cli.case_options import Ignore, Json
 from weft.cli.output import err, print_json
 from weft.config import DeltaPolicy, DigestPolicy, TransferSettings
 from weft.core.version import CommitPolicy
-from weft.runtime.control.keys import controller_security
+from weft.runtime.control.security import security_in
 from weft.runtime.controller.controller import Controller
 
 
@@ -61,7 +61,6 @@ def controller_command(
         silence_s=silence_s,
         version_s=version_s,
     )
-    security = {} if keys is None else controller_security(keys)
     _log_to_stderr()
     stop = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -75,7 +74,7 @@ def controller_command(
         quorum=quorum,
         settings=settings,
         ignore=ignore or (),
-        **security,
+        security=security_in(keys),
     ) as controller:
         err.print(f"listening on {controller.address}, waiting for {trainers} trainers and {engine_ranks} engine ranks")
         stop.wait()

@@ -32,7 +32,7 @@ def serve_command(
         from weft.integrations.hf_server import make_app  # noqa: PLC0415
     except ImportError as error:
         raise ConfigError(f"`weft serve` needs {error.name}", hint="pip install 'weft[hf]'") from error
-    from weft.runtime.control.keys import member_security  # noqa: PLC0415
+    from weft.runtime.control.security import security_in  # noqa: PLC0415
 
     if not (model / "config.json").is_file():
         raise ConfigError(f"`{model}` has no config.json", hint="give the folder of a Hugging Face checkpoint")
@@ -41,7 +41,7 @@ def serve_command(
         raise ConfigError(f"unknown dtype `{dtype}`", hint="use float32, bfloat16 or float16")
     loaded: Any = AutoModelForCausalLM.from_pretrained(model, dtype=precision)
     loaded.to(device)
-    engine = HfEngine(loaded, controller, rank=rank, **member_security(keys, key))
+    engine = HfEngine(loaded, controller, rank=rank, security=security_in(keys, key))
     app = make_app(EngineThread(engine))
     err.print(f"engine {rank} of {controller} answers at http://{host}:{port}")
     uvicorn.run(app, host=host, port=port, log_level="warning")

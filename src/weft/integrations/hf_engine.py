@@ -22,6 +22,7 @@ import torch
 
 from weft.errors import ConfigError, IntegrityError, WeftError
 from weft.integrations.hf import checkpoint_weights
+from weft.runtime.control.security import Security
 from weft.runtime.receive.receiver import Receiver
 
 COMMIT_S = 120.0
@@ -51,9 +52,11 @@ class Answer:
 class HfEngine:
     """A model and its Receiver. Used by one thread."""
 
-    def __init__(self, model: torch.nn.Module, controller: str, *, rank: int = 0, **security: Any) -> None:
+    def __init__(
+        self, model: torch.nn.Module, controller: str, *, rank: int = 0, security: Security | None = None
+    ) -> None:
         self._model: Any = model
-        self._receiver = Receiver(controller, rank=rank, weights=checkpoint_weights(model), **security)
+        self._receiver = Receiver(controller, rank=rank, weights=checkpoint_weights(model), security=security)
         self.error: WeftError | None = None
         """What went wrong since the version that is served; that stays."""
 

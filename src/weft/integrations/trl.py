@@ -12,6 +12,7 @@ there. Engines commit between two steps by themselves, so nothing has to be paus
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ import torch
 from weft.config import TransferSettings
 from weft.errors import TransferTimeout
 from weft.integrations.staged import StagedTensors
+from weft.runtime.control.security import Security
 from weft.runtime.controller.controller import Controller
 from weft.runtime.send.sender import Sender
 
@@ -36,10 +38,11 @@ class WeftWeightTransfer:
         pause: Callable[[], Any] | None = None,
         resume: Callable[[], Any] | None = None,
         timeout_s: float = 600.0,
-        **security: Any,
+        security: Security | None = None,
     ) -> None:
         """`listen`: where the controller is to be found by the engines. `pause` and `resume`: only if generation should
-        stand still around a version, such as `VLLMClient(url).pause`. `security`: `keys` and `allowed` of a Controller.
+        stand still around a version, such as `VLLMClient(url).pause`. `security`: a folder with `controller.key`, the
+        trainer's own key and the engines' `.pub` files; `key` names the trainer's.
         """
         self._listen, self._settings, self._security = listen, settings or TransferSettings(), security
         self._num_engine_ranks, self._ranks_per_engine = num_engine_ranks, ranks_per_engine
@@ -58,7 +61,7 @@ class WeftWeightTransfer:
             num_engine_ranks=self._num_engine_ranks,
             ranks_per_engine=self._ranks_per_engine,
             settings=self._settings,
-            **self._security,
+            security=None if self._security is None else replace(self._security, key=None),
         )
 
     def pause(self) -> None:
@@ -77,7 +80,13 @@ class WeftWeightTransfer:
 
     def _joined(self, controller: Controller) -> Sender:
         """Join as the one trainer there is; engines that outlived another trainer serve some version already."""
-        sender = Sender(controller.address, rank=0, weights=self._staged.weights(), timeout_s=self._timeout_s)
+        sender = Sender(
+            controller.address,
+            rank=0,
+            weights=self._staged.weights(),
+            timeout_s=self._timeout_s,
+            security=self._security,
+        )
         if not controller.wait_planned(self._timeout_s):
             joined = ", ".join(controller.statistics().members)
             sender.close()

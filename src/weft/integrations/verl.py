@@ -37,7 +37,8 @@ from weft.config import TransferSettings
 from weft.errors import LayoutError, VersionError
 from weft.integrations.dtypes import NAMES
 from weft.integrations.torch import weights_of, weights_of_tensors
-from weft.runtime.control.keys import Grant, KeyRing, new_keys
+from weft.runtime.control.keys import Grant, new_keys
+from weft.runtime.control.security import KeysInMemory, Security
 from weft.runtime.controller.controller import Controller
 from weft.runtime.receive.receiver import Receiver
 from weft.runtime.send.sender import Sender
@@ -120,7 +121,7 @@ class _Session:
 
     members: tuple[str, ...]
     controller: Controller
-    security: dict[str, dict[str, Any]]
+    security: dict[str, Security | None]
     """Of each side, for members on other hosts."""
 
 
@@ -162,7 +163,7 @@ class WeftCheckpointEngine(CheckpointEngine):
         self._node = ray.util.get_node_ip_address().strip("[]")
         self._store: TCPStore | None = None
         self._where: tuple[str, int] = ("", 0)
-        self._security: dict[str, Any] = {}
+        self._security: Security | None = None
         self._address, self._num_senders, self._rank = "", 1, -1
         self._epoch, self._version = "", 0
         self._sender: Sender | None = None
@@ -211,7 +212,7 @@ class WeftCheckpointEngine(CheckpointEngine):
         self,
         rank: int,
         address: str,
-        security: dict[str, Any],
+        security: Security | None,
         num_senders: int,
         epoch: str,
         version: int,
@@ -299,7 +300,9 @@ class WeftCheckpointEngine(CheckpointEngine):
             raise LayoutError("the actor's parameters have moved since the last update", hint=hint)
 
     def _new_sender(self, weights: Any) -> Sender:
-        return Sender(self._address, rank=self._rank, weights=weights, timeout_s=self._timeout_s, **self._security)
+        return Sender(
+            self._address, rank=self._rank, weights=weights, timeout_s=self._timeout_s, security=self._security
+        )
 
     def _say_layout(self) -> None:
         """Rollouts do not know what verl hands out here."""
@@ -346,7 +349,7 @@ class WeftCheckpointEngine(CheckpointEngine):
             name: torch.empty(shape, dtype=dtype) for name, (dtype, shape) in carriers.items() if 0 not in shape
         }
         weights = weights_of_tensors(memory.tensors)
-        self._receiver = Receiver(self._address, rank=self._rank, weights=weights, **self._security)
+        self._receiver = Receiver(self._address, rank=self._rank, weights=weights, security=self._security)
 
 
 def _new_store(node: str) -> TCPStore:
@@ -365,21 +368,22 @@ def _new_session(members: tuple[str, ...], num_senders: int, metadata: Sequence[
     """A controller for these members; beyond this host only with keys, which travel with verl's own messages."""
     here = ray.util.get_node_ip_address().strip("[]")
     options = metadata[0]["options"]
-    server: dict[str, Any] = {}
-    security: dict[str, dict[str, Any]] = {"trainer": {}, "engine": {}}
+    server: Security | None = None
+    security: dict[str, Security | None] = {"trainer": None, "engine": None}
     address = "tcp://127.0.0.1:*"
     if options["use_keys"] or {m["node"] for m in metadata} != {here}:
         own, theirs = new_keys(), {side: new_keys() for side in security}
         address = f"tcp://[{here}]:*" if ":" in here else f"tcp://{here}:*"
-        grants = [Grant(public=keys.public, side=side) for side, keys in theirs.items()]
-        server = {"keys": own, "allowed": KeyRing(grants=grants)}
-        security = {side: {"keys": keys, "server_public": own.public} for side, keys in theirs.items()}
+        grants = tuple(Grant(public=keys.public, side=side) for side, keys in theirs.items())
+        server = Security(keys=KeysInMemory(own=own, grants=grants))
+        for side, keys in theirs.items():
+            security[side] = Security(keys=KeysInMemory(own=keys, server_public=own.public))
     controller = Controller(
         address,
         num_trainers=num_senders,
         num_engine_ranks=len(members) - num_senders,
         settings=TransferSettings(**options["settings"]),
-        **server,
+        security=server,
     )
     return _Session(members, controller, security)
 

@@ -46,6 +46,7 @@ from weft.rl.record import Commit, Iteration, Record, Version
 from weft.rl.settings import LoopSettings, Method
 from weft.rl.tasks import load_task
 from weft.runtime.control.channel import Server
+from weft.runtime.control.security import Security, server_keys
 from weft.runtime.controller.controller import ControllerStatistics
 
 POLL_S = 0.05
@@ -62,7 +63,7 @@ class Coordinator:
         address: str = "tcp://127.0.0.1:*",
         *,
         transfers: Callable[[], ControllerStatistics] | None = None,
-        **security: Any,
+        security: Security | None = None,
     ) -> None:
         """`transfers`: what weft's controller knows of them."""
         self._settings, self._transfers = settings, transfers
@@ -88,7 +89,7 @@ class Coordinator:
         self._stop = threading.Event()
         self.ended = threading.Event()
         self.failure = ""
-        self._server = Server(address, messages=ToCoordinator, **security)
+        self._server = Server(address, messages=ToCoordinator, keys=server_keys(security))
         self.address = self._server.address
         self._thread = threading.Thread(target=self._run, name="weft-coordinator", daemon=True)
         self._thread.start()

@@ -39,7 +39,7 @@ from weft.rl.rank import run_rank
 from weft.rl.record import Record
 from weft.rl.settings import LoopSettings
 from weft.rl.tasks import load_task
-from weft.runtime.control.keys import controller_security
+from weft.runtime.control.security import security_in
 
 TICK_S = 0.1
 STOP_S = 5.0
@@ -55,7 +55,7 @@ class Heart:
 
     def __init__(self, settings: LoopSettings, *, host: str = "127.0.0.1", port: int = 0, keys: str = "") -> None:
         """`port`: of the controller; the coordinator takes the next. 0: any."""
-        security = controller_security(Path(keys)) if keys else {}
+        security = security_in(keys)
         self.controller = Controller(
             f"tcp://{host}:{port or '*'}",
             num_trainers=settings.num_trainers,
@@ -64,14 +64,14 @@ class Heart:
             policy=CommitPolicy.QUORUM,  # training goes on while one engine is left
             quorum=1,
             settings=transfer_settings(settings),
-            **security,
+            security=security,
         )
         try:
             self.coordinator = Coordinator(
                 settings,
                 f"tcp://{host}:{port + 1 if port else '*'}",
                 transfers=self.controller.statistics,
-                **security,
+                security=security,
             )
         except BaseException:
             self.controller.close()

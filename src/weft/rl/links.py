@@ -17,7 +17,7 @@ from weft.errors import PeerLost
 from weft.rl.messages import ToMember
 from weft.rl.settings import LoopSettings
 from weft.runtime.control.channel import Client, Reset
-from weft.runtime.control.keys import member_security
+from weft.runtime.control.security import Security, client_keys, security_in
 
 LISTEN_S = 0.2
 
@@ -34,9 +34,10 @@ class Links(msgspec.Struct, frozen=True, kw_only=True):
     keys: str = ""
     """Folder with controller.pub, trainer.key and engine.key; empty on one machine."""
 
-    def security(self, member: str) -> dict[str, Any]:
-        """Keys, for channels that need them: of the side that a member is on."""
-        return member_security(self.keys, member.split(maxsplit=1)[0])
+    @property
+    def security(self) -> Security | None:
+        """Keys, for channels that need them."""
+        return security_in(self.keys)
 
     def store(self, name: str, settings: LoopSettings) -> Store:
         """A part of the store all members share."""
@@ -50,7 +51,8 @@ class Conversation:
 
     def __init__(self, links: Links, member: str, timeout_s: float) -> None:
         self.member, self._timeout_s = member, timeout_s
-        self._client = Client(links.coordinator, member=member, messages=ToMember, **links.security(member))
+        keys = client_keys(links.security, side=member.split(maxsplit=1)[0])
+        self._client = Client(links.coordinator, member=member, messages=ToMember, keys=keys)
 
     def say(self, message: Any) -> None:
         """Send; nothing comes back."""

@@ -61,7 +61,7 @@ class WeftSending:
             rank=rank,
             weights=weights_of(policy),
             timeout_s=settings.timeout_s,
-            **links.security("trainer"),
+            security=links.security,
         )
         self._watcher = ThreadPoolExecutor(max_workers=1, thread_name_prefix="weft-rl-watch")
         self._seen: list[Future[Sent]] = []
@@ -189,7 +189,7 @@ class WeftReceiving:
 
     def __init__(self, links: Links, model: EngineModel, rank: int) -> None:
         weights = weights_of(model, parts=model.parts)
-        self._receiver = Receiver(links.controller, rank=rank, weights=weights, **links.security("engine"))
+        self._receiver = Receiver(links.controller, rank=rank, weights=weights, security=links.security)
 
     def update(self) -> float | None:
         """Commit, if there is something to commit."""

@@ -39,7 +39,7 @@ from weft.integrations.engine_rank import EngineRank
 from weft.integrations.torch import weights_of_pieces
 from weft.integrations.touching import touched_modules
 from weft.integrations.tracing import trace_loader
-from weft.runtime.control.keys import member_security
+from weft.runtime.control.security import security_in
 from weft.runtime.receive.receiver import Receiver
 from weft.runtime.weights import Weights
 
@@ -122,9 +122,15 @@ class Attendant:
         rank = settings.first_rank + (parallel.dp_rank or 0) * parallel.tp_size + parallel.tp_rank
         self._rank = EngineRank(rank, lambda: post_load_weights(runner.model))
         weights = loaded_weights(runner.model, Path(runner.model_config.model_path))
-        security = member_security(settings.keys, settings.key)
+        security = security_in(settings.keys, settings.key)
         self._rank.join(
-            Receiver(settings.controller, rank=rank, weights=weights, on_wanted=_look_in_every_iteration, **security)
+            Receiver(
+                settings.controller,
+                rank=rank,
+                weights=weights,
+                on_wanted=_look_in_every_iteration,
+                security=security,
+            )
         )
         self._version: int | None = None
         self._num_commits = 0

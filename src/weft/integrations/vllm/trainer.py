@@ -101,7 +101,7 @@ class WeftTrainer(TrainerWeightTransferEngine[WeftTrainerInit]):
         """
         self.client.start_weight_update()
         soon = time.monotonic() + HEAD_START_S
-        while not (publication.is_decided or publication.has_ended) and time.monotonic() < soon:
+        while not publication.is_decided and time.monotonic() < soon:
             time.sleep(0.002)
         info = {"version": self._version, "timeout_s": self._timeout_s}
         served = self._calls.submit(self.client.update_weights, info)

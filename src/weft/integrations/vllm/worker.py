@@ -28,7 +28,7 @@ from weft.config import EngineSettings, engine_settings
 from weft.errors import WeftError
 from weft.integrations.engine_rank import EngineRank
 from weft.integrations.vllm.loading import LoadedModel
-from weft.runtime.control.keys import member_security
+from weft.runtime.control.security import client_keys, security_in
 from weft.runtime.receive.receiver import Receiver
 
 log = logging.getLogger("vllm.weft")
@@ -116,7 +116,7 @@ class WeftTransfer(WeightTransferEngine[WeftInit, WeftUpdate]):
                 rank=self._rank.rank,
                 weights=self._loaded.weights(),
                 on_wanted=self._notice,
-                **member_security(settings.keys, settings.key),
+                security=security_in(settings.keys, settings.key),
             )
         )
 
@@ -126,7 +126,7 @@ class WeftTransfer(WeightTransferEngine[WeftInit, WeftUpdate]):
         if not given.get("controller") and self._rank.has_joined:
             return
         settings = engine_settings(_additional(self.vllm_config) | given)
-        member_security(settings.keys, settings.key)  # raises before the present controller is left
+        client_keys(security_in(settings.keys, settings.key), "engine")  # raises before the present controller is left
         self._rank.leave()
         self._settings = settings
         self._join(settings)

@@ -51,7 +51,7 @@ from weft.runtime.control.fragments import (
     pack_frame,
     parse,
 )
-from weft.runtime.control.keys import REREAD_S, KeyRing, Keys
+from weft.runtime.control.keys import REREAD_S, ClientKeys, KeyRing, ServerKeys
 
 MAX_MESSAGE_BYTES = 256 << 20
 MAX_BACKLOG_BYTES = 2 * MAX_MESSAGE_BYTES
@@ -156,15 +156,13 @@ class Server:
         messages: Any,
         protocol: int = 0,
         objection: Callable[[str], str | None] = lambda _: None,
-        keys: Keys | None = None,
-        allowed: KeyRing | None = None,
+        keys: ServerKeys | None = None,
         max_message_bytes: int = MAX_MESSAGE_BYTES,
     ) -> None:
         """`objection`: why a member of this name is not admitted; None if it is."""
-        _check_bind(address, keys)
-        if (keys is None) != (allowed is None):
-            raise AuthError("a server needs both its own key and the keys it admits, or neither")
-        self._protocol, self._objection, self._allowed = protocol, objection, allowed
+        _check_bind(address, has_keys=keys is not None)
+        self._protocol, self._objection = protocol, objection
+        self._allowed = None if keys is None else keys.allowed
         self._max_message_bytes = max_message_bytes
         self._decoder = msgspec.msgpack.Decoder(messages)
         self._encoder = msgspec.msgpack.Encoder()
@@ -181,8 +179,8 @@ class Server:
         self._authenticator: zmq.auth.thread.ThreadAuthenticator | None = None
         self._socket = self._context.socket(zmq.ROUTER)
         try:
-            if keys is not None and allowed is not None:
-                self._authenticate(keys, allowed)
+            if keys is not None:
+                self._authenticate(keys)
             _bound(self._socket)
             self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
             self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a process that reconnects is the same one
@@ -197,12 +195,13 @@ class Server:
         bound: Any = self._socket.getsockopt(zmq.LAST_ENDPOINT)
         self.address: str = bound.decode().rstrip("\0")
 
-    def _authenticate(self, keys: Keys, allowed: KeyRing) -> None:
+    def _authenticate(self, keys: ServerKeys) -> None:
         self._authenticator = zmq.auth.thread.ThreadAuthenticator(self._context)
         self._authenticator.start()
-        self._authenticator.configure_curve_callback(domain="*", credentials_provider=_AllowList(allowed))
+        self._authenticator.configure_curve_callback(domain="*", credentials_provider=_AllowList(keys.allowed))
         self._socket.curve_server = True
-        self._socket.curve_publickey, self._socket.curve_secretkey = keys.public.encode(), keys.secret.encode()
+        self._socket.curve_publickey = keys.own.public.encode()
+        self._socket.curve_secretkey = keys.own.secret.encode()
 
     def receive(self, timeout_s: float) -> Received | None:
         """The next message, or None when there is none in time."""
@@ -465,13 +464,10 @@ class Client:
         member: str,
         messages: Any,
         protocol: int = 0,
-        keys: Keys | None = None,
-        server_public: str = "",
+        keys: ClientKeys | None = None,
         max_message_bytes: int = MAX_MESSAGE_BYTES,
     ) -> None:
         _host_of(address)
-        if (keys is None) != (not server_public):
-            raise AuthError(f"{member} needs both its own key and the controller's public key, or neither")
         if not 0 < len(member.encode()) <= MAX_MEMBER_BYTES or not member.isascii():
             raise ConfigError(f"`{member}` cannot name a member", hint=f"1 to {MAX_MEMBER_BYTES} ASCII characters")
         self.member = member
@@ -491,8 +487,9 @@ class Client:
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.IDENTITY, f"{member} {secrets.token_hex(4)}".encode())
         if keys is not None:
-            self._socket.curve_serverkey = server_public.encode()
-            self._socket.curve_publickey, self._socket.curve_secretkey = keys.public.encode(), keys.secret.encode()
+            self._socket.curve_serverkey = keys.server_public.encode()
+            self._socket.curve_publickey = keys.own.public.encode()
+            self._socket.curve_secretkey = keys.own.secret.encode()
         _bound(self._socket)
         self._monitor = self._socket.get_monitor_socket(
             zmq.EVENT_HANDSHAKE_FAILED_AUTH
@@ -722,11 +719,11 @@ def _bound(socket: zmq.Socket[bytes]) -> None:
     socket.setsockopt(zmq.LINGER, 0)
 
 
-def _check_bind(address: str, keys: Keys | None) -> None:
-    if not _is_loopback(_host_of(address)) and keys is None:
+def _check_bind(address: str, *, has_keys: bool) -> None:
+    if not _is_loopback(_host_of(address)) and not has_keys:
         raise AuthError(
             f"refusing to listen on `{address}` without keys: anyone who reaches it could join",
-            hint="make keys with `weft keys`, or listen on tcp://127.0.0.1",
+            hint="make keys with `weft keys` and name their folder, or listen on tcp://127.0.0.1",
         )
 
 

@@ -23,7 +23,6 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import zmq
 
@@ -164,19 +163,6 @@ def load_grant(path: Path) -> Grant:
     return Grant(public=_half(path, "public"), side=side, ranks=ranks, source=f"`{path}`")
 
 
-def member_security(folder: str, name: str) -> dict[str, Any]:
-    """What Sender and Receiver need to be admitted: their own key and the controller's; nothing without a folder."""
-    if not folder:
-        return {}
-    path = Path(folder)
-    return {"keys": load_keys(path / f"{name}.key"), "server_public": load_public(path / "controller.pub")}
-
-
-def controller_security(folder: Path) -> dict[str, Any]:
-    """What a Controller needs to admit members: its own key, and theirs."""
-    return {"keys": load_keys(folder / "controller.key"), "allowed": KeyRing(folder)}
-
-
 class KeyRing:
     """The public keys a controller admits, and what each of them permits. May be asked from any thread; never raises.
 
@@ -236,6 +222,22 @@ class KeyRing:
         self._complaints = complaints
         self._seen = None if complaints else seen
         self._grants = self._fixed | grants
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerKeys:
+    """What a `Server` uses: its own key, and those it allows to connect."""
+
+    own: Keys
+    allowed: KeyRing
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClientKeys:
+    """What a `Client` uses: its own key, and its server's."""
+
+    own: Keys
+    server_public: str
 
 
 Files = tuple[tuple[str, int, int, int], ...]

@@ -14,47 +14,45 @@ import contextlib
 import queue
 import threading
 import time
-from typing import Any, Protocol
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 from weft.config import TransferSettings
 from weft.errors import PeerLost, ProtocolError, WeftError
 from weft.runtime.control.channel import BURST_SPIN_S, SPIN_S, Client, Reset
+from weft.runtime.control.keys import ClientKeys
 from weft.runtime.control.messages import PROTOCOL, Alive, Beat, Join, Leave, Refused, ToMember, Unknown, Welcome
 
 CLOSE_S = 10.0
 GOODBYE_S = 0.05
 
 
-class Duties(Protocol):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Duties:
     """What a member does when something happens; called on the control thread."""
 
-    def join_message(self) -> Join | None:
-        """How to join now; None while the member cannot."""
-
-    def joined(self) -> None:
-        """The controller has answered."""
-
-    def handle(self, message: Any) -> None:
-        """A message from the controller."""
-
-    def idle(self) -> float | None:
-        """Called between messages; returns in how many seconds to call again, None for whenever."""
-
-    def controller_lost(self, error: WeftError) -> None:
-        """The controller is silent; it may come back."""
-
-    def refused(self, error: WeftError) -> None:
-        """The members there were did not fit together; this one waits for others."""
-
-    def failed(self, error: WeftError) -> None:
-        """The member cannot go on."""
+    join_message: Callable[[], Join | None]
+    """How to join now; None while the member cannot."""
+    handle: Callable[[Any], None]
+    """A message from the controller."""
+    controller_lost: Callable[[WeftError], None]
+    """The controller is silent; it may come back."""
+    refused: Callable[[WeftError], None]
+    """The members there were did not fit together; this one waits for others."""
+    failed: Callable[[WeftError], None]
+    """The member cannot go on."""
+    joined: Callable[[], None] = lambda: None
+    """The controller has answered."""
+    idle: Callable[[], float | None] = lambda: None
+    """Called between messages; returns in how many seconds to call again, None for whenever."""
 
 
 class ControlThread:
     """Owns a member's channel; other threads post messages through it."""
 
-    def __init__(self, address: str, member: str, duties: Duties, **security: Any) -> None:
-        self._client = Client(address, member=member, messages=ToMember, protocol=PROTOCOL, **security)
+    def __init__(self, address: str, member: str, duties: Duties, keys: ClientKeys | None = None) -> None:
+        self._client = Client(address, member=member, messages=ToMember, protocol=PROTOCOL, keys=keys)
         self._address, self._duties = address, duties
         self.settings = TransferSettings()
         """The controller's, once it has answered."""

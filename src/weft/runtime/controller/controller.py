@@ -70,6 +70,7 @@ from weft.runtime.control.messages import (
     Written,
     unpack,
 )
+from weft.runtime.control.security import Security, server_keys
 from weft.runtime.controller.admission import (
     check_join,
     check_opened,
@@ -130,11 +131,12 @@ class Controller:
         settings: TransferSettings | None = None,
         cluster: Cluster | None = None,
         ignore: Sequence[str] = (),
-        **security: Any,
+        security: Security | None = None,
     ) -> None:
         """`policy` and `quorum`: how many engines a version needs. `settings` are shipped to every member.
 
-        `ignore` are trainer tensors no engine has, by name or pattern (`visual.*`).
+        `ignore` are trainer tensors no engine has, by name or pattern (`visual.*`). `security`: its own key,
+        `controller.key` by default, and whom it admits; without it, `address` must be on loopback.
         """
         if num_trainers < 1 or num_engine_ranks < 1 or ranks_per_engine < 1 or num_engine_ranks % ranks_per_engine:
             raise ConfigError(
@@ -178,8 +180,9 @@ class Controller:
         self._last_abort, self._last_version_s, self._last_wire_bytes = "", 0.0, 0
         self._planned = threading.Event()
         self._stop = threading.Event()
+        keys = server_keys(security)
         self._server = Server(
-            address, messages=ToController, protocol=PROTOCOL, objection=self._who.objection, **security
+            address, messages=ToController, protocol=PROTOCOL, objection=self._who.objection, keys=keys
         )
         self.address = self._server.address
         self._thread = threading.Thread(target=self._run, name="weft-controller", daemon=True)

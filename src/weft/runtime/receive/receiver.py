@@ -33,7 +33,7 @@ from typing import Any, Self
 from weft.config import CompressionPolicy, DeltaPolicy, DigestPolicy, ReceiverMode
 from weft.devices import CPU, device_work
 from weft.errors import IntegrityError, ProtocolError, TransferTimeout, WeftError
-from weft.runtime.control.member import ControlThread
+from weft.runtime.control.member import ControlThread, Duties
 from weft.runtime.control.messages import (
     STEPS_AHEAD,
     At,
@@ -54,6 +54,7 @@ from weft.runtime.control.messages import (
     Verify,
     Writer,
 )
+from weft.runtime.control.security import Security, client_keys
 from weft.runtime.receive.arrivals import Arrivals, spare_core
 from weft.runtime.receive.exposure import Exposure, has_ended, named
 from weft.runtime.receive.landing import ArrivingLink, Landing
@@ -101,20 +102,22 @@ class Receiver:
         weights: Weights,
         transport: Transport[Any] | None = None,
         on_wanted: Callable[[int | None], None] | None = None,
-        **security: Any,
+        security: Security | None = None,
     ) -> None:
         """`transport`: for tests; otherwise the controller chooses.
+
+        `security`: the keys to join with, `engine.key` by default.
 
         `on_wanted` is for engines that have a driver, which lets all ranks commit together and does not call `poll` at
         every step: it is called, on another thread, when the engine's thread should commit (with the version that is
         there) or call `poll` (with None). Ranks do not agree on a step then.
         """
-        self.member = f"engine {rank}"
+        keys = client_keys(security, "engine")
+        self._member, self._rank = f"engine {rank}", rank
         self._on_wanted = on_wanted or (lambda _: None)
         self._counts_steps = on_wanted is None
-        self._rank = rank
         self._transports = OpenTransports(
-            self.member, rank=rank, device=weights.device, controller=address, given=transport
+            self._member, rank=rank, device=weights.device, controller=address, given=transport
         )
         self._memory = ReachableMemory(weights, self._transports)
         self._place = self._transports.place(shareable=weights.rehome is not None)
@@ -127,7 +130,7 @@ class Receiver:
         """What was said about waiting, in which round."""
         self._device = weights.device
         self._work = device_work(weights.device)
-        self._intake = PatchIntake(self.member, weights.device)
+        self._intake = PatchIntake(self._member, weights.device)
         self._landing: Landing | None = None
         """What comes, and where it belongs, as the plan says."""
         self._arrivals: Arrivals | None = None
@@ -158,7 +161,7 @@ class Receiver:
         self._step = 0
         self._fence: int | None = None
         self._boundary: int | None = None
-        self._control = ControlThread(address, self.member, self, **security)
+        self._control = ControlThread(address, self._member, self._duties(), keys)
         self._control.start()
 
     @property
@@ -166,7 +169,7 @@ class Receiver:
         """The version that is visible, if any was committed. Raises IntegrityError while the weights are torn."""
         if self._poison is not None:
             raise IntegrityError(
-                f"{self.member} holds torn weights: {self._poison}", hint="serve again after the next commit"
+                f"{self._member} holds torn weights: {self._poison}", hint="serve again after the next commit"
             )
         return self._version
 
@@ -254,7 +257,7 @@ class Receiver:
     def _late(self, timeout_s: float) -> TransferTimeout:
         obstacle = self._control.obstacle()
         why = f": {obstacle}" if obstacle is not None else ""
-        return TransferTimeout(f"{self.member} got no version in {timeout_s:.1f} s{why}")
+        return TransferTimeout(f"{self._member} got no version in {timeout_s:.1f} s{why}")
 
     def _is_there(self) -> bool:
         """Whether `wait` is over. In place a rank that waits may pause before its engine has agreed on a step."""
@@ -286,7 +289,7 @@ class Receiver:
         )
         self._raise_error()
         if not known:
-            raise TransferTimeout(f"the ranks of {self.member}'s engine did not agree on a step in {timeout_s:.1f} s")
+            raise TransferTimeout(f"the ranks of {self._member}'s engine did not agree on a step in {timeout_s:.1f} s")
         return self._pending is not None and self._boundary is not None and self._step >= self._boundary
 
     def _commit(self, version: int, timeout_s: float) -> bool:
@@ -296,7 +299,7 @@ class Receiver:
             if in_place and self._pending != version and version > (-1 if self._version is None else self._version):
                 return False  # called off between poll and commit
             if self._pending != version:
-                raise ProtocolError(f"version {version} is not waiting to be committed on {self.member}")
+                raise ProtocolError(f"version {version} is not waiting to be committed on {self._member}")
             self._pause_began = time.monotonic()
             self._work.synchronize()  # what the engine queued still reads the old weights
             if in_place:
@@ -356,10 +359,10 @@ class Receiver:
             self._clear_pending()
         late = f"version {version} was not decided in {timeout_s:.1f} s"
         if not settled:
-            self._control.post(Failed(version=version, reason=f"{self.member} gave up: {late}"))
+            self._control.post(Failed(version=version, reason=f"{self._member} gave up: {late}"))
         self._poison = decision.reason if decision is not None else str(self._error or late)
         raise IntegrityError(
-            f"version {version} failed on {self.member} after writing had begun: {self._poison}",
+            f"version {version} failed on {self._member} after writing had begun: {self._poison}",
             hint="the weights are torn; serve again after the next commit",
         )
 
@@ -373,7 +376,18 @@ class Receiver:
         if error is not None:
             raise error
 
-    def join_message(self) -> Join:
+    def _duties(self) -> Duties:
+        return Duties(
+            join_message=self._join_message,
+            joined=self._joined,
+            handle=self._handle,
+            idle=self._idle,
+            controller_lost=self._controller_lost,
+            refused=self._refused,
+            failed=self._failed,
+        )
+
+    def _join_message(self) -> Join:
         """How to join, with what is known of versions."""
         with self._changed:
             staged = self._control.settings.mode is not ReceiverMode.IN_PLACE
@@ -393,13 +407,13 @@ class Receiver:
                 offered=self._exposure.newest,
             )
 
-    def joined(self) -> None:
+    def _joined(self) -> None:
         """A controller that was restarted does not know where this rank stands."""
         with self._changed:
             if self._pending is not None and self._fence is not None and self._boundary is None:
                 self._control.post(At(version=self._pending, step=self._fence - STEPS_AHEAD))
 
-    def handle(self, message: Any) -> None:
+    def _handle(self, message: Any) -> None:
         """A message from the controller."""
         match message:
             case Open():
@@ -469,7 +483,7 @@ class Receiver:
         """No version can come before lost writers have ended; the controller hears why, once."""
         message = self._opening
         assert message is not None
-        blocked = f"{self.member} is waiting: {reason}"
+        blocked = f"{self._member} is waiting: {reason}"
         if self._blocked != (message.round, blocked):
             self._blocked = message.round, blocked
             self._control.post(Blocked(round=message.round, reason=blocked))
@@ -608,7 +622,7 @@ class Receiver:
             self._clear_pending()
         self._changed.notify_all()
 
-    def idle(self) -> float | None:
+    def _idle(self) -> float | None:
         """Look at writers that were lost, and at what has landed."""
         again_s = self._follow_version()
         if self._opening is None and not self._memory.num_quarantined:
@@ -657,7 +671,7 @@ class Receiver:
             return 0.0
         return None if arrivals.is_whole else FOLLOW_S
 
-    def controller_lost(self, error: WeftError) -> None:
+    def _controller_lost(self, error: WeftError) -> None:
         """What was on its way is not finished; what was decided stays. An update in place may be torn."""
         if self._arrivals is not None and self._count_arrivals():
             self._ready = self._arrivals.version  # perhaps others were told to commit it
@@ -666,14 +680,14 @@ class Receiver:
             if self._pending is not None and self._control.settings.mode is ReceiverMode.IN_PLACE:
                 self._end_in_place(Decide(version=self._pending, commit=False, torn=True, reason=str(error)))
 
-    def refused(self, error: WeftError) -> None:
+    def _refused(self, error: WeftError) -> None:
         """Trainers and engines did not fit; the receiver joins again, and waits for other trainers."""
         with self._changed:
             self._refusal = error
             self._changed.notify_all()
         self._on_wanted(None)
 
-    def failed(self, error: WeftError) -> None:
+    def _failed(self, error: WeftError) -> None:
         """The member cannot go on."""
         with self._changed:
             self._error = self._error or error

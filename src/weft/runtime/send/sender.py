@@ -26,7 +26,7 @@ import numpy as np
 from weft.devices import device_work
 from weft.errors import ProtocolError, TransferTimeout, VersionError, WeftError
 from weft.events import Event
-from weft.runtime.control.member import ControlThread
+from weft.runtime.control.member import ControlThread, Duties
 from weft.runtime.control.messages import (
     Agreed,
     Decide,
@@ -42,6 +42,7 @@ from weft.runtime.control.messages import (
     Want,
     Written,
 )
+from weft.runtime.control.security import Security, client_keys
 from weft.runtime.send.job import Job, Parcel, Sent
 from weft.runtime.send.mirror import Mirror
 from weft.runtime.send.pipeline import run
@@ -146,7 +147,7 @@ class Publication:
         return self._decided.is_set()
 
     @property
-    def has_ended(self) -> bool:
+    def _has_ended(self) -> bool:
         """Whether it is decided and nothing is written any more."""
         return self._decided.is_set() and self._ended.is_set()
 
@@ -168,19 +169,21 @@ class Sender:
         through: str | None = None,
         transport: Transport[Any] | None = None,
         timeout_s: float = JOIN_S,
-        **security: Any,
+        security: Security | None = None,
     ) -> None:
         """`timeout_s`: how long a publication waits for the plan and for its turn. `transport`: for tests.
 
         `through`: the device offloaded weights are copied to for every version, and sent from: `cuda:0`.
+        `security`: the keys to join with, `trainer.key` by default.
         """
-        self.member = f"trainer {rank}"
+        keys = client_keys(security, "trainer")
+        self._member = f"trainer {rank}"
         self._rank, self._timeout_s = rank, timeout_s
         self._mirror = None if through is None else Mirror(weights, through)
         weights = weights if self._mirror is None else self._mirror.weights
         self._weights = weights
         self._transports = OpenTransports(
-            self.member, rank=rank, device=weights.device, controller=address, given=transport
+            self._member, rank=rank, device=weights.device, controller=address, given=transport
         )
         self._work = device_work(weights.device)
         self._lock = threading.Lock()
@@ -189,14 +192,14 @@ class Sender:
         self._plan: SendPlan | None = None
         self._abandoned: set[int] = set()
         """Engine ranks that something may still be on its way to, since this plan."""
-        self.run_stages: RunStages = run
-        """How stages are run: overlapping, unless somebody measures what that is worth."""
+        self._run_stages: RunStages = run
+        """How stages are run: overlapping, unless a benchmark measures what that is worth."""
         self._publications: dict[int, Publication] = {}
         self._last: int | None = None
         self._last_begun: int | None = None
         """The highest version a controller let this trainer write."""
-        self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"weft-{self.member}-write")
-        self._control = ControlThread(address, self.member, self, **security)
+        self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"weft-{self._member}-write")
+        self._control = ControlThread(address, self._member, self._duties(), keys)
         self._control.start()
 
     def publish(self, *, version: int) -> Publication:
@@ -208,7 +211,7 @@ class Sender:
                 raise VersionError(
                     f"version {version} after version {self._last}", hint="every publication has a higher version"
                 )
-            finished = [v for v, p in self._publications.items() if p.has_ended]
+            finished = [v for v, p in self._publications.items() if p._has_ended]
             for old in finished:
                 del self._publications[old]
             unreleased = [p.version for p in self._publications.values() if not p.is_released]
@@ -222,8 +225,8 @@ class Sender:
         self._writer.submit(self._send, publication)
         return publication
 
-    def batches(self) -> list[tuple[Transport[Any], Parcel]]:
-        """What a version writes, through which transport; for those who measure."""
+    def _batches(self) -> list[tuple[Transport[Any], Parcel]]:
+        """What a version writes, through which transport; used by benchmarks."""
         links = self._sending.links if self._sending is not None else []
         return [(self._transports[link.transport], batch) for link in links for batch in link.direct]
 
@@ -234,7 +237,7 @@ class Sender:
                 obstacle = self._control.obstacle()
                 why = f": {obstacle}" if obstacle is not None else ""
                 raise TransferTimeout(
-                    f"{self.member} may not write version {publication.version} after {self._timeout_s:.1f} s{why}",
+                    f"{self._member} may not write version {publication.version} after {self._timeout_s:.1f} s{why}",
                     hint="are all members there? has every engine committed the version before?",
                 )
             if publication._go is not None:
@@ -243,7 +246,7 @@ class Sender:
         except WeftError as error:
             self._give_up(publication, error)
         except Exception as error:  # a defect of ours: nobody looks at this thread's result, so it is reported here
-            self._give_up(publication, ProtocolError(f"{self.member}: {type(error).__name__} while sending: {error}"))
+            self._give_up(publication, ProtocolError(f"{self._member}: {type(error).__name__} while sending: {error}"))
         finally:
             publication._released.set()
             publication._ended.set()
@@ -255,7 +258,7 @@ class Sender:
         publication._settle(error)
         job = publication._job
         if job is not None and not self._drain(job):
-            self.failed(TransferTimeout(f"{self.member} cannot stop writing version {version}"))
+            self._failed(TransferTimeout(f"{self._member} cannot stop writing version {version}"))
             self._control.close()  # the controller must treat this writer as lost
             return
         abandoned = self._reconnect()
@@ -290,14 +293,14 @@ class Sender:
         """Write everything, and report it."""
         began = time.monotonic()
         deadline = began + self._control.settings.version_s
-        job = Job(go, deadline, member=self.member, on_released=publication._released.set)
+        job = Job(go, deadline, member=self._member, on_released=publication._released.set)
         publication._begin(job)
         self._work.synchronize()  # what the trainer queued before it published must be in memory
         assert self._sending is not None
-        sent = send_version(self._sending, job, self._control.post, self.run_stages)
+        sent = send_version(self._sending, job, self._control.post, self._run_stages)
         if self._transports.has_cut or not all(ticket.done for ticket in job.tickets):
             late = "; ".join(s.loss for s in sent.values() if s.loss)
-            raise TransferTimeout(f"{self.member} could not write all of version {go.version} in time: {late}")
+            raise TransferTimeout(f"{self._member} could not write all of version {go.version} in time: {late}")
         written = self._report(go.version, sent)
         publication.write_s = time.monotonic() - began
         self._control.post(written)
@@ -329,7 +332,17 @@ class Sender:
             time.sleep(0.001)
         return True
 
-    def join_message(self) -> Join | None:
+    def _duties(self) -> Duties:
+        """Nothing is repeated when joining again: a trainer joins only when it is not writing."""
+        return Duties(
+            join_message=self._join_message,
+            handle=self._handle,
+            controller_lost=self._controller_lost,
+            refused=self._failed,  # a trainer that does not fit is started anew
+            failed=self._failed,
+        )
+
+    def _join_message(self) -> Join | None:
         """How to join; not while a write is under way, which a new controller would not know of."""
         if any(p._go is not None and not p._ended.is_set() for p in list(self._publications.values())):
             return None
@@ -345,10 +358,7 @@ class Sender:
             abandoned=sorted(self._abandoned),
         )
 
-    def joined(self) -> None:
-        """Nothing to repeat: a trainer joins only when it is not writing."""
-
-    def handle(self, message: Any) -> None:
+    def _handle(self, message: Any) -> None:
         """A message from the controller."""
         match message:
             case Open(round=number, transports=names):
@@ -376,7 +386,7 @@ class Sender:
         publication = self._publications.get(version)
         if publication is None or not publication._accept(message):
             error = publication._error if publication is not None else None
-            reason = f"{self.member} had given it up: {error or 'it is no longer published'}"
+            reason = f"{self._member} had given it up: {error or 'it is no longer published'}"
             self._control.post(Stopped(version=version, reason=reason, has_written=False))
 
     def _open(self, number: int, names: list[str]) -> None:
@@ -389,20 +399,12 @@ class Sender:
         if sending is not None:
             sending.close()
 
-    def idle(self) -> float | None:
-        """Nothing to do between messages."""
-        return None
-
-    def controller_lost(self, error: WeftError) -> None:
+    def _controller_lost(self, error: WeftError) -> None:
         """Versions under way have failed; later ones may work when the controller is back."""
         for publication in list(self._publications.values()):
             publication._settle(error)
 
-    def refused(self, error: WeftError) -> None:
-        """A trainer that does not fit is started anew."""
-        self.failed(error)
-
-    def failed(self, error: WeftError) -> None:
+    def _failed(self, error: WeftError) -> None:
         """The member cannot go on."""
         with self._lock:
             self._error = self._error or error
@@ -413,7 +415,7 @@ class Sender:
         """Leave; a write under way is finished first, what was not begun is not."""
         for publication in list(self._publications.values()):
             if publication._go is None:
-                publication._settle(ProtocolError(f"{self.member} was closed"))
+                publication._settle(ProtocolError(f"{self._member} was closed"))
         self._writer.shutdown(wait=True)
         self._control.close()
         self._forget_plan()
