@@ -97,6 +97,9 @@ class TransferSettings:
     """What is converted, compared and sent at a time, where bytes change on their way. 0: 32 MiB, on GPUs 1 GiB."""
     staging_bytes: int = 0
     """Most bytes of chunks one trainer has converted, or compared, and not yet sent. 0: 256 MiB, on GPUs 4 GiB."""
+    window_bytes: int = 0
+    """Mode `in_place`: memory of an engine rank through which packed chunks reach its live weights, where the transport
+    takes descriptors. 0: 256 MiB, on GPUs 1 GiB."""
     allow_nonfinite: bool = False
     """Quantise NaN and infinities (to NaN and ±448) instead of refusing the version."""
     transport: str = "auto"
@@ -145,12 +148,18 @@ class TransferSettings:
         if chunk and (not 4096 <= chunk <= 1 << 32 or chunk % 64):
             raise ConfigError(f"chunk_bytes is {chunk}", hint="expected 4096 to 4 GiB, a multiple of 64; or 0")
         least = 4 * (chunk or LARGEST_CHUNK)
+        if self.window_bytes and not MIB <= self.window_bytes <= 1 << 42:
+            raise ConfigError(f"window_bytes is {self.window_bytes}", hint="expected 1 MiB or more; or 0")
         if staging and not least <= staging <= 1 << 42:
             raise ConfigError(f"staging_bytes is {staging}", hint=f"expected four chunks ({least}) or more; or 0")
 
     def chunk_bytes_on(self, device: str) -> int:
         """What a member with weights on a device deals with at a time."""
         return self.chunk_bytes or (32 * MIB if device == "cpu" else LARGEST_CHUNK)
+
+    def window_bytes_on(self, device: str) -> int:
+        """The window of an engine rank with weights on a device."""
+        return self.window_bytes or (256 * MIB if device == "cpu" else 1024 * MIB)
 
     def staging_bytes_on(self, device: str) -> int:
         """Most bytes of chunks a trainer keeps."""

@@ -17,3 +17,5 @@ class Carriage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     """Whether bytes land in stream order; otherwise where they belong."""
     is_kept: bool
     """Whether everything passes through an image the trainer keeps."""
+    num_slots: int = 0
+    """Packed Chunks that lie in the engine's window at once, from where it drains them; 0: there is no window."""

@@ -385,6 +385,10 @@ class Transport(abc.ABC, Generic[AnyPeer]):
     def forget_arrivals(self) -> None:
         """Count from zero again; only while no connected peer is writing."""
 
+    def credit(self, peer: str, tag: int, num_bytes: int) -> None:
+        """Count bytes as arrived at a peer, without writing any: a window has room for so many more."""
+        raise TransportError(f"the {self.capabilities.name} transport of {self.member} cannot return credits to {peer}")
+
     def wait_arrived(self, tag: int, num_bytes: int, *, writer: int, timeout_s: float = 60.0) -> None:
         """Wait until that many bytes have landed; raises TransferTimeout."""
         wait_until(

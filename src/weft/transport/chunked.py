@@ -69,6 +69,12 @@ class ChunkedTransport(Transport[AnyPeer]):
             raise type(error)(f"{error} ({written} of {batch.num_bytes} bytes written)", hint=error.hint) from error
         return Written(num_bytes=written, digest=digest & ((1 << 64) - 1))
 
+    def credit(self, peer: str, tag: int, num_bytes: int) -> None:
+        """Raise this member's arrival cell in the peer."""
+        known = self._known(peer)
+        self._announce(known, tag)
+        self._count(known, tag, num_bytes)
+
     def _announce(self, peer: AnyPeer, tag: int) -> None:
         """A batch under this tag begins."""
 

@@ -61,6 +61,23 @@ class _Arrival(msgspec.Struct, frozen=True):
     writer: int
     tag: int
     num_bytes: int
+    at: int
+    """Bytes that were written, or credited, under this tag before."""
+
+
+@dataclass
+class _Arrived:
+    """What one writer has announced under a tag: announcements may overtake each other."""
+
+    prefix: int = 0
+    """Bytes from the first one on without a gap."""
+    beyond: dict[int, int] = field(default_factory=dict)
+
+    def add(self, at: int, num_bytes: int) -> None:
+        """Bytes that begin at some place."""
+        self.beyond[at] = num_bytes
+        while (size := self.beyond.pop(self.prefix, None)) is not None and size > 0:
+            self.prefix += size
 
 
 @dataclass
@@ -68,6 +85,17 @@ class _Peer:
     agent: Any
     name: str
     ranges: Ranges = field(default_factory=Ranges)
+    tag: int = 0
+    posted: int = 0
+    """Bytes under the last tag."""
+
+    def note(self, writer: int, tag: int, num_bytes: int) -> bytes:
+        """What announces the next bytes."""
+        if tag != self.tag:
+            self.tag, self.posted = tag, 0
+        note = _Arrival(writer, tag, num_bytes, self.posted)
+        self.posted += num_bytes
+        return msgspec.msgpack.encode(note)
 
     def close(self) -> None:
         self.agent.remove_remote_agent(self.name)
@@ -119,7 +147,7 @@ class NixlTransport(Transport[_Peer]):
         self._lists: dict[tuple[int, int], Any] = {}
         self._host_sources: set[tuple[int, int]] = set()
         """Pinned host memory writes may come from, where this transport is for a GPU's."""
-        self._arrived: dict[tuple[int, int], int] = {}
+        self._arrived: dict[tuple[int, int], _Arrived] = {}
         self._lock = threading.Lock()
         self._transfers: weakref.WeakSet[_Transfer] = weakref.WeakSet()
 
@@ -241,10 +269,10 @@ class NixlTransport(Transport[_Peer]):
         """Post. A write that was posted cannot be stopped."""
         assert isinstance(batch, _NixlBatch)
         self._check_whole(batch)
-        self._known(batch.peer)
+        peer = self._known(batch.peer)
         if cancelled.is_set():
             raise TransportError(f"writing to {batch.peer} was stopped before it began")
-        note = msgspec.msgpack.encode(_Arrival(self._writer_number, tag, batch.num_bytes))
+        note = peer.note(self._writer_number, tag, batch.num_bytes)
         try:
             self._agent.transfer(batch.transfer.handle, note)
             batch.transfer.is_posted = True
@@ -315,12 +343,21 @@ class NixlTransport(Transport[_Peer]):
         return TransportError(f"NIXL failed towards {peer}: {type(error).__name__} {error}")
 
     def arrived(self, tag: int, *, writer: int) -> int:
-        """Bytes announced by a writer; NIXL delivers the announcement after the data."""
+        """Bytes announced by a writer, in the order it posted them; NIXL delivers an announcement after its data."""
         with self._lock:
             for notes in self._agent.get_new_notifs().values():
                 for note in notes:
                     self._count(note)
-            return self._arrived.get((tag, writer), 0)
+            found = self._arrived.get((tag, writer))
+            return 0 if found is None else found.prefix
+
+    def credit(self, peer: str, tag: int, num_bytes: int) -> None:
+        """A notification without data."""
+        known = self._known(peer)
+        try:
+            self._agent.send_notif(known.name, known.note(self._writer_number, tag, num_bytes))
+        except Exception as error:
+            raise self._failure(error, peer) from error
 
     def _count(self, note: bytes) -> None:
         """Count a note; only a writer's newest tag is kept, so that nothing grows with the number of versions."""
@@ -331,7 +368,8 @@ class NixlTransport(Transport[_Peer]):
         key = arrival.tag, arrival.writer
         if key not in self._arrived:
             self._arrived = {known: n for known, n in self._arrived.items() if known[1] != arrival.writer}
-        self._arrived[key] = self._arrived.get(key, 0) + arrival.num_bytes
+            self._arrived[key] = _Arrived()
+        self._arrived[key].add(arrival.at, arrival.num_bytes)
 
     def forget_arrivals(self) -> None:
         """Drop announcements that were taken in, or lie unread."""

@@ -16,17 +16,19 @@ import itertools
 import numpy as np
 from numpy.typing import NDArray
 
-from weft.codec.conversion import ChunkFill, Conversion
+from weft.codec.conversion import DTYPES, ChunkFill, Conversion
 from weft.codec.delta import ImageRows
 from weft.codec.image import ImageLayout, Section
 from weft.core.boxes import contiguous_run, row_major_strides
 from weft.core.carriage import Carriage
+from weft.core.layout import DTYPE_BYTES
 from weft.core.planes import PlaneColumns, Planes, num_runs, planes_of
 from weft.core.recipe import Op
 from weft.core.streams import UNIT_ALIGN, Path, StreamBoxes, cut_streams, paths_of
 from weft.runtime.compile.link_boxes import LinkBoxes
 
 Int64s = NDArray[np.int64]
+SLOT_ALIGN = 256
 
 
 class LinkStream:
@@ -76,9 +78,37 @@ class LinkStream:
     @property
     def chunk_wire_bytes(self) -> Int64s:
         """Bytes that travel for each Chunk of a version that is sent whole: gaps only where a Chunk is one write."""
-        is_one_write = self.carriage.lands_in_stream and not self.carriage.is_mapped
-        whole = (self.chunks.path == Path.PACKED) & is_one_write
+        whole = (self.chunks.path == Path.PACKED) & self.is_written_whole
         return np.where(whole, self.chunks.num_bytes, self.chunks.payload)
+
+    @property
+    def is_written_whole(self) -> bool:
+        """Whether a packed Chunk is one write, in stream order."""
+        carriage = self.carriage
+        return (carriage.lands_in_stream and not carriage.is_mapped) or carriage.num_slots > 0
+
+    @property
+    def slot_bytes(self) -> int:
+        """Room for any packed Chunk."""
+        return -(-int(self.chunks.num_bytes[self.num_straight :].max(initial=0)) // SLOT_ALIGN) * SLOT_ALIGN
+
+    @property
+    def window_bytes(self) -> int:
+        """What the link needs of the engine's window."""
+        return min(self.carriage.num_slots, self.num_packed) * self.slot_bytes
+
+    @property
+    def credits_needed(self) -> list[int]:
+        """Bytes the engine must have drained before each packed Chunk may be written; empty without a window."""
+        if not self.carriage.num_slots:
+            return []
+        drained = np.cumsum(self.chunks.num_bytes[self.num_straight :])
+        before = np.zeros(min(self.carriage.num_slots, self.num_packed), dtype=np.int64)
+        return np.concatenate([before, drained])[: self.num_packed].tolist()
+
+    def slot(self, chunk: int) -> int:
+        """Where a packed Chunk lies in the link's part of the window."""
+        return chunk % self.carriage.num_slots * self.slot_bytes
 
     @property
     def num_writes(self) -> int:
@@ -86,7 +116,7 @@ class LinkStream:
         straight = self.chunks.path[self.units.chunk] != Path.PACKED
         landed = self._compact if self.carriage.lands_in_stream else self._dst_strides
         runs = num_runs(self.units.extent, self._src_strides, landed)[straight].sum()
-        if self.carriage.lands_in_stream:
+        if self.is_written_whole:
             return int(runs) + self.num_packed
         return int(runs) + int(num_runs(self.units.extent, self._compact, landed)[~straight].sum())
 
@@ -245,6 +275,11 @@ class LinkStream:
         units = np.arange(len(self.units.box))
         return self._by_chunk(planes, units, table, 0, self.num_chunks)
 
+    def drained(self, window: int, live: Int64s, place: Int64s) -> list[Planes]:
+        """For each packed Chunk: from its slot in the window to where it belongs."""
+        tables = self.parcels(live, place)
+        return [table.moved(src=window + self.slot(number)) for number, table in enumerate(tables)]
+
     # Patches
 
     def images(self) -> list[ImageLayout]:
@@ -294,7 +329,9 @@ def _source_end(planes: Planes, found: list[tuple[Conversion, int]]) -> int:
     """Behind the last byte of the weights a Chunk reads."""
     address, num_bytes = planes.src_spans
     copied = int((address + num_bytes).max(initial=0))
-    return max([copied, *(box.src + box.rows * box.stride for box, _ in found)])
+    widths = [DTYPE_BYTES[dtype] for dtype in DTYPES]
+    ends = (box.src + (box.rows - 1) * box.stride + box.columns * widths[box.src_dtype] for box, _ in found)
+    return max([copied, *ends])
 
 
 def _section_rows(table: Planes, chunk_begin: int, section: Section, scratch: int) -> ImageRows:

@@ -25,10 +25,14 @@ from weft.runtime.compile.grids import TrainerGrids, trainer_grids
 from weft.runtime.compile.link_boxes import LinkBoxes, PlanBoxes, held_numbers
 from weft.runtime.compile.link_stream import LinkStream
 from weft.runtime.control.messages import HeldShard, Join, Opened, ReceivePlan, SendPlan, Source, Target, unpack
+from weft.transport.base import Endpoint
 from weft.transport.registry import IS_MAPPED
 
 ALIGN = 256
 """Shards begin at multiples of this in an engine rank's digest space, streams and patches in their memory."""
+NUM_SLOTS = 4
+"""Chunks of one link that lie in an engine's window at once."""
+SMALLEST_SLOT = 64 << 10
 Int64s = NDArray[np.int64]
 
 
@@ -58,6 +62,7 @@ class Parts:
             for t, e in zip(*(side.tolist() for side in np.nonzero(plan.pair_bytes)), strict=True)
         }
         self._encoded = {link: boxes.encode() for link, boxes in self._boxes.items()}
+        self._num_senders = (plan.pair_bytes > 0).sum(axis=0)
         self._places = {e: digest_places(join.held) for e, join in self._engines.items()}
         self._streams, self._patches = self._lay_out()
 
@@ -79,7 +84,7 @@ class Parts:
     def _sizes(self, encoded: bytes, carriage: Carriage) -> tuple[int, int, int]:
         """Bytes a link needs in the landing area and for its patches, and what it carries in a whole version."""
         stream = LinkStream(LinkBoxes.decode(encoded), carriage)
-        landing = stream.num_bytes if carriage.lands_in_stream else 0
+        landing = stream.num_bytes if carriage.lands_in_stream else stream.window_bytes
         is_delta = self._settings.delta is DeltaPolicy.ON
         patch = sum(image.max_patch_bytes for image in stream.images()) if is_delta else 0
         return landing, patch, int(stream.chunk_wire_bytes.sum())
@@ -87,18 +92,27 @@ class Parts:
     def carriage(self, trainer: int, engine: int) -> Carriage:
         """How a link carries its stream."""
         settings, transport = self._settings, self._transports[trainer, engine]
+        device = self._engines[engine].place.device
+        chunk_bytes = settings.chunk_bytes_on(device)
+        is_mapped = transport in IS_MAPPED
+        is_delta = settings.delta is DeltaPolicy.ON
+        has_window = not is_mapped and not is_delta and settings.mode is ReceiverMode.IN_PLACE
+        if has_window:
+            share = settings.window_bytes_on(device) // (NUM_SLOTS * int(self._num_senders[engine]))
+            chunk_bytes = min(chunk_bytes, max(share // ALIGN * ALIGN, SMALLEST_SLOT))
         return Carriage(
-            chunk_bytes=settings.chunk_bytes_on(self._engines[engine].place.device),
-            min_run_bytes=self._min_run_bytes(transport),
-            is_mapped=transport in IS_MAPPED,
+            chunk_bytes=chunk_bytes,
+            min_run_bytes=self._plan.topology.min_run_bytes(transport),
+            is_mapped=is_mapped,
             lands_in_stream=settings.mode is ReceiverMode.SHADOW,
-            is_kept=settings.delta is DeltaPolicy.ON or settings.staging is StagingPolicy.CPU,
+            is_kept=is_delta or settings.staging is StagingPolicy.CPU,
+            num_slots=NUM_SLOTS if has_window else 0,
         )
 
-    def _min_run_bytes(self, transport: str) -> int:
-        """Shorter runs are packed, where the engine can scatter them."""
-        lands_in_stream = self._settings.mode is ReceiverMode.SHADOW
-        return self._plan.topology.min_run_bytes(transport) if lands_in_stream else 0
+    @property
+    def has_windows(self) -> bool:
+        """Whether engines drain something into their live weights."""
+        return any(self._landing_bytes.values()) and self._settings.mode is ReceiverMode.IN_PLACE
 
     @property
     def holders(self) -> dict[int, frozenset[int]]:
@@ -146,8 +160,8 @@ class Parts:
             patches=opened.patches + self._patches[link] if opened.patches else 0,
         )
 
-    def receive_plan(self, engine: int) -> ReceivePlan:
-        """What one engine rank gets from every trainer."""
+    def receive_plan(self, engine: int, opened: Mapping[int, Opened]) -> ReceivePlan:
+        """What one engine rank gets from every trainer; `opened`: what these have."""
         sources = [
             Source(
                 trainer=trainer,
@@ -156,11 +170,18 @@ class Parts:
                 boxes=self._encoded[trainer, e],
                 stream=self._streams[trainer, e],
                 patches=self._patches[trainer, e],
+                endpoint=self._endpoint(trainer, e, opened[trainer]),
             )
             for trainer, e in self._boxes
             if e == engine
         ]
         return ReceivePlan(plan_digest=self._digest, sources=sources)
+
+    def _endpoint(self, trainer: int, engine: int, opened: Opened) -> Endpoint | None:
+        """Where an engine rank returns credits to."""
+        if not self.carriage(trainer, engine).num_slots:
+            return None
+        return opened.offers[self._transports[trainer, engine]].endpoint
 
 
 def digest_places(held: list[HeldShard]) -> Int64s:

@@ -105,7 +105,7 @@ class Opened(_Message, frozen=True):
     live: bytes = b""
     """Engines whose live weights are written: the address of each shard."""
     landing: int = 0
-    """Engines with a landing area: its address."""
+    """Engines with a landing area, or a window in front of their live weights: its address."""
     patches: int = 0
     """Engines that take patches: the address of the memory for them."""
 
@@ -252,7 +252,7 @@ class Open(_Message, frozen=True):
     abandoned: bool = False
     """Engines: whether something may still be on its way to them; closing their side ends that."""
     landing_bytes: int = 0
-    """Engines: the landing area they need; 0: live memory is written."""
+    """Engines: the landing area they need, or the window, where live memory is written."""
     patch_bytes: int = 0
     """Engines: the memory they need for patches."""
 
@@ -274,7 +274,7 @@ class Target(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     places: bytes
     """Where the tensors of that table lie: in the digest's space, and in live memory where that is written."""
     stream: int = 0
-    """Address of the stream in the landing area; 0: live memory is written."""
+    """Address of the stream in the landing area, or of the link's window."""
     patches: int = 0
     """Where patches go, if they are sent."""
 
@@ -296,7 +296,9 @@ class Source(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     carriage: Carriage
     boxes: bytes
     stream: int = 0
-    """Where this trainer's stream begins in the landing area."""
+    """Where this trainer's stream, or its window, begins in the landing area."""
+    endpoint: Endpoint | None = None
+    """Where credits for Chunks in the window are returned to."""
     patches: int = 0
     """Where its patches begin in the memory for them."""
 

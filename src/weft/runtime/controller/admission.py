@@ -143,7 +143,7 @@ def check_opened(join: Join, opened: Opened, transports: Collection[str]) -> Non
 def _check_memory(member: str, join: Join, opened: Opened) -> None:
     """Raise unless an engine rank offers its live weights, an address for each, or memory beside them."""
     has_own = bool(opened.landing or opened.patches)
-    if len(opened.live) != (0 if has_own else 8 * len(join.held)):
+    if len(opened.live) != 8 * len(join.held) and not (has_own and not opened.live):
         raise ProtocolError(f"{member} has {len(opened.live)} bytes of addresses for {len(join.held)} shards")
     live = unpack(opened.live)
     wrong = [*live[live >= MAX_ADDRESS][:3].tolist()]

@@ -504,11 +504,11 @@ class Controller:
         who, plan, parts = self._who, self._plan, self._parts
         assert plan is not None
         assert parts is not None
-        opened = who.opened("engine")
-        for rank in opened:
-            self._send(f"engine {rank}", parts.receive_plan(rank))
-        for rank in who.joins("trainer"):
-            self._send(f"trainer {rank}", parts.send_plan(rank, opened))
+        trainers, engines = who.opened("trainer"), who.opened("engine")
+        for rank in engines:
+            self._send(f"engine {rank}", parts.receive_plan(rank, trainers))
+        for rank in trainers:
+            self._send(f"trainer {rank}", parts.send_plan(rank, engines))
         self._planned_round = who.round
         self._settled.clear()  # engines have heard of them
         self._abandoned.clear()
@@ -767,6 +767,8 @@ class Controller:
         settings, parts = self._settings, self._parts
         if settings.digest is DigestPolicy.ON or settings.delta is DeltaPolicy.ON or parts is None:
             return False
+        if parts.has_windows:
+            return False  # what was written has to be drained
         if self._needed_engines < self._who.num["engine"] // self._who.ranks_per_engine:
             return False  # with a quorum the first that are ready would leave the others behind
         return transfer.is_sent_whole(parts.wire_bytes)

@@ -14,7 +14,7 @@ from weft.config import DigestPolicy
 from weft.devices import DeviceWork
 from weft.errors import IntegrityError
 from weft.runtime.control.messages import Part
-from weft.runtime.receive.landing import ArrivingLink
+from weft.runtime.receive.landing import ArrivingChunk, ArrivingLink
 from weft.runtime.transports import OpenTransports
 
 _MASK = (1 << 64) - 1
@@ -84,15 +84,31 @@ class Arrivals:
             if progress.is_whole:
                 continue
             landed = self._transports[link.transport].arrived(self.version + 1, writer=link.trainer)
-            num_bytes, planes = link.chunks[progress.chunk]
-            if landed < (progress.done + num_bytes if link.is_ordered else link.total):
+            chunk = link.chunks[progress.chunk]
+            if landed < (progress.done + chunk.num_bytes if link.is_ordered else link.total):
                 continue
-            if self._digest is DigestPolicy.ON:
-                progress.digest += self._work.digest_planes(planes)
-            progress.done += num_bytes
+            progress.digest += self._take(chunk)
+            progress.done += chunk.num_bytes
             progress.chunk += 1
+            if chunk.is_drained:
+                self._transports[link.transport].credit(f"trainer {link.trainer}", self.version + 1, chunk.num_bytes)
             moved = True
         return moved
+
+    def _take(self, chunk: ArrivingChunk) -> int:
+        """Digest a Chunk, if that is wanted, and drain it, if it lies in a window; returns the digest."""
+        is_digested = self._digest is DigestPolicy.ON
+        if not chunk.is_drained:
+            return self._work.digest_planes(chunk.planes) if is_digested else 0
+        if is_digested:
+            return self._work.copy_digest_planes(chunk.planes)[0]
+        self._work.copy_planes(chunk.planes)
+        return 0
+
+    @property
+    def has_windows(self) -> bool:
+        """Whether some trainer waits for credits."""
+        return any(progress.link.has_window for progress in self._progress)
 
     def check(self, parts: Sequence[Part]) -> None:
         """Compare with what trainers say they sent; raises IntegrityError naming those that differ."""

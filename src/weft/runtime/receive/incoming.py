@@ -11,7 +11,7 @@ from weft.codec.patching import Patcher
 from weft.core.planes import Planes
 from weft.errors import CodecError
 from weft.runtime.control.messages import Part
-from weft.runtime.receive.landing import ArrivingLink, PatchedLink, PatchPlace
+from weft.runtime.receive.landing import ArrivingChunk, ArrivingLink, PatchedLink, PatchPlace
 
 
 def arriving_patches(link: PatchedLink, sizes: Sequence[int]) -> ArrivingLink:
@@ -31,9 +31,8 @@ def arriving_patches(link: PatchedLink, sizes: Sequence[int]) -> ArrivingLink:
         position=slot - slot[:1],
         position_stride=none,
     )
-    return ArrivingLink(
-        trainer=link.trainer, transport=link.transport, chunks=((planes.num_bytes, planes),), is_ordered=False
-    )
+    chunk = ArrivingChunk(num_bytes=planes.num_bytes, planes=planes)
+    return ArrivingLink(trainer=link.trainer, transport=link.transport, chunks=(chunk,), is_ordered=False)
 
 
 class Patches:

@@ -34,20 +34,36 @@ Int64s = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ArrivingChunk:
+    """What is done when a Chunk has arrived."""
+
+    num_bytes: int
+    """Bytes that arrive."""
+    planes: Planes
+    """What is digested, and drained where that is to be done."""
+    is_drained: bool = False
+    """Whether it lies in a window and is copied to where it belongs."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ArrivingLink:
     """What comes from one trainer in a version: Chunks, in the order in which they are written."""
 
     trainer: int
     transport: str
-    chunks: tuple[tuple[int, Planes], ...]
-    """Bytes that arrive, and the planes that are digested when they have."""
+    chunks: tuple[ArrivingChunk, ...]
     is_ordered: bool
     """Whether bytes are counted in this order; otherwise nothing is known before all are here."""
 
     @property
     def total(self) -> int:
         """All bytes."""
-        return sum(num_bytes for num_bytes, _ in self.chunks)
+        return sum(chunk.num_bytes for chunk in self.chunks)
+
+    @property
+    def has_window(self) -> bool:
+        """Whether the trainer waits for credits."""
+        return any(chunk.is_drained for chunk in self.chunks)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,10 +88,16 @@ class Landing:
     """An engine rank's part of a plan."""
 
     def __init__(
-        self, sources: Sequence[Source], weights: Weights, *, landing: Memory | None, patches: Memory | None
+        self,
+        sources: Sequence[Source],
+        weights: Weights,
+        *,
+        landing: Memory | None = None,
+        window: Memory | None = None,
+        patches: Memory | None = None,
     ) -> None:
-        """`landing`: where streams land; None: in the live weights. `patches`: where patches do."""
-        self._keep = landing, patches
+        """`landing`: where streams land; None: in the live weights, or in a window. `patches`: where patches do."""
+        self._keep = landing, window, patches
         self._scratch = own_memory(weights.device, SCRATCH_BYTES)
         self._bounce, live, bounces = _straight_addresses(weights)
         self._live = live
@@ -89,11 +111,13 @@ class Landing:
             key = source.boxes, source.carriage
             stream = streams.get(key) or streams.setdefault(key, LinkStream(LinkBoxes.decode(source.boxes), key[1]))
             at = None if landing is None else landing.address + source.stream
-            found = self._landed(stream, at)
-            tables += found
             if patches is None:
-                self.arriving.append(_arriving(source, stream, found))
+                found = self._landed(stream, at)
+                drained = self._drained(stream, 0 if window is None else window.address + source.stream)
+                self.arriving.append(_arriving(source, stream, found, drained))
+                tables += found
             else:
+                tables += self._landed(stream, at) if landing is not None else []
                 self.patched.append(self._patched(source, stream, at, patches.address + source.patches))
         self.steps: tuple[Planes, ...] = ()
         """What makes a staged version visible, one after the other; nothing where it is in its place already."""
@@ -104,6 +128,13 @@ class Landing:
         tensors = stream.boxes.tensors
         live = self._live[tensors]
         return stream.landed(live if at is None else at, live, self._place[tensors])
+
+    def _drained(self, stream: LinkStream, window: int) -> list[Planes]:
+        """Packed Chunks that lie in a window."""
+        if not stream.carriage.num_slots:
+            return []
+        tensors = stream.boxes.tensors
+        return stream.drained(window, self._live[tensors], self._place[tensors])
 
     def _patched(self, source: Source, stream: LinkStream, at: int | None, slot: int) -> PatchedLink:
         layouts = stream.images()
@@ -123,13 +154,20 @@ class Landing:
         )
 
 
-def _arriving(source: Source, stream: LinkStream, tables: Sequence[Planes]) -> ArrivingLink:
+def _arriving(source: Source, stream: LinkStream, landed: Sequence[Planes], drained: Sequence[Planes]) -> ArrivingLink:
+    """What comes straight is digested where it is; what comes in a window, when it is drained."""
     sizes = stream.chunk_wire_bytes.tolist()
+    straight = landed[: stream.num_straight] if drained else landed
+    chunks = [ArrivingChunk(num_bytes=size, planes=planes) for size, planes in zip(sizes, straight, strict=False)]
+    chunks += [
+        ArrivingChunk(num_bytes=size, planes=planes, is_drained=True)
+        for size, planes in zip(sizes[stream.num_straight :], drained, strict=False)
+    ]
     return ArrivingLink(
         trainer=source.trainer,
         transport=source.transport,
-        chunks=tuple(zip(sizes, tables, strict=True)),
-        is_ordered=stream.num_packed == 0,
+        chunks=tuple(chunks),
+        is_ordered=stream.num_packed == 0 or bool(drained),
     )
 
 

@@ -33,6 +33,8 @@ class ReachableMemory:
         self.landing: Memory | None = None
         """Where streams land, beside the live weights."""
         self.patches: Memory | None = None
+        self.window: Memory | None = None
+        """Memory in front of the live weights, which is drained into them."""
         self._is_offered = False
         self._quarantine: list[_Quarantined] = []
 
@@ -57,9 +59,11 @@ class ReachableMemory:
             self.landing = None  # the old one first: both may not fit
             self.landing = self._transports.allocate(max(num_bytes, 1))
 
-    def land_in_live(self, *, rehome: bool = False) -> None:
-        """Let versions land in the live weights; `rehome` moves them into memory others can reach."""
+    def land_in_live(self, *, window_bytes: int = 0, rehome: bool = False) -> None:
+        """Let versions land in the live weights, or in a window; `rehome` moves them where others can reach them."""
         check_contiguous(self.weights)
+        if window_bytes and (self.window is None or self.window.num_bytes < window_bytes):
+            self.window = self._transports.allocate(window_bytes)
         if rehome and self.weights.rehome is not None:
             self.weights = self.weights.rehome(self._transports.allocate)
         self._is_offered = True
@@ -69,7 +73,13 @@ class ReachableMemory:
         own = self.patches or self.landing
         if own is None:
             live = np.array([held.address for held in self.weights.held], dtype=np.uint64)
-            return Opened(round=number, offers=self._transports.offers(self.weights.ranges), live=pack(live))
+            window = [] if self.window is None else [(self.window.address, self.window.num_bytes)]
+            return Opened(
+                round=number,
+                offers=self._transports.offers([*self.weights.ranges, *window]),
+                live=pack(live),
+                landing=window[0][0] if window else 0,
+            )
         return Opened(
             round=number,
             offers=self._transports.offers([(own.address, own.num_bytes)]),

@@ -441,7 +441,12 @@ class Receiver:
     def _follow_plan(self, sources: Sequence[Source]) -> None:
         """Compile this rank's part of the plan."""
         memory = self._memory
-        self._landing = Landing(sources, memory.weights, landing=memory.landing, patches=memory.patches)
+        self._landing = Landing(
+            sources, memory.weights, landing=memory.landing, window=memory.window, patches=memory.patches
+        )
+        for source in sources:
+            if source.endpoint is not None:
+                self._transports[source.transport].connect(source.endpoint, [])
         self._intake.plan(self._landing.patched)
 
     def _open_if_possible(self) -> None:
@@ -516,9 +521,8 @@ class Receiver:
             self._memory.land_in_live()
             self._offer(message.round)
         else:
-            rehome = not self._memory.is_open and "shm" in message.transports
             with self._changed:
-                self._engine_task = lambda: self._open_live(message.round, rehome=rehome)
+                self._engine_task = lambda: self._open_live(message)
                 self._changed.notify_all()
             self._on_wanted(None)
         self._opening = None
@@ -528,10 +532,11 @@ class Receiver:
         self._exposure.offer(self._writers)
         self._control.post(self._memory.offer(number))
 
-    def _open_live(self, number: int, *, rehome: bool) -> None:
+    def _open_live(self, message: Open) -> None:
         """On the engine's thread: nothing runs that could look at its tensors while they move."""
-        self._memory.land_in_live(rehome=rehome)
-        self._control.post(self._memory.offer(number))
+        rehome = not self._memory.is_open and "shm" in message.transports
+        self._memory.land_in_live(window_bytes=message.landing_bytes, rehome=rehome)
+        self._control.post(self._memory.offer(message.round))
 
     def _expect(self, version: int) -> None:
         """A version is coming: follow it, and in place ask the engine to pause."""
@@ -594,7 +599,8 @@ class Receiver:
 
     def _decide(self, decision: Decide) -> None:
         self._is_under_way = False
-        self._count_arrivals()  # so that transports need not keep what nobody asked for
+        if decision.commit:
+            self._count_arrivals()  # so that transports need not keep what nobody asked for
         self._arrivals, self._sent, self._ready = None, None, None
         if self._control.settings.mode is not ReceiverMode.IN_PLACE:
             if decision.commit:
@@ -663,6 +669,8 @@ class Receiver:
 
     def _follow_early(self, arrivals: Arrivals) -> float | None:
         """Digest what has landed while the rest is on its way, if nobody needs the processor more."""
+        if arrivals.has_windows:
+            return 0.0 if arrivals.follow() else ARRIVING_S
         if self._control.settings.digest is DigestPolicy.OFF:
             return None  # nothing to digest: look when everything has been sent
         if self._device == CPU and not spare_core():

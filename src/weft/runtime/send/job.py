@@ -31,6 +31,13 @@ class Link:
     """What each chunk writes, by its number; empty for patches, which differ."""
     slots: dict[int, int] = field(default_factory=dict)
     """Where the patch of each chunk goes."""
+    needs: list[int] = field(default_factory=list)
+    """With a window: bytes the engine rank must have drained before each chunk may be written."""
+
+    @property
+    def has_window(self) -> bool:
+        """Whether chunks wait for credits."""
+        return bool(self.needs)
 
     @property
     def has_chunks(self) -> bool:

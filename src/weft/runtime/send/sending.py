@@ -75,7 +75,10 @@ class Sending:
         try:
             link.peer = self.transports[endpoint.transport].connect(endpoint, target.offer.descriptors)
             tables = program.stream.straight(self._source, program.to, program.position)
-            link.direct = [self._parcel(link, part) for part in _beside(tables, program.stream.num_packed)]
+            stream = program.stream
+            link.needs = stream.credits_needed
+            num_parts = 1 if link.has_window else stream.num_packed
+            link.direct = [self._parcel(link, part) for part in _beside(tables, num_parts)]
         except TransportError as error:
             link.obstacle = str(error)
         return link
@@ -136,10 +139,11 @@ class Sending:
         """What a packed Chunk writes: one piece, where it lands in stream order through a transport's own write."""
         table = program.parcels[chunk].moved(src=place)
         carriage, stream = program.target.carriage, program.stream
-        if carriage.is_mapped or not carriage.lands_in_stream:
+        if not stream.is_written_whole:
             return self._parcel(link, [table])
         number = stream.num_straight + chunk
-        begin, size = int(stream.chunks.begin[number]), int(stream.chunks.num_bytes[number])
+        begin = stream.slot(chunk) if carriage.num_slots else int(stream.chunks.begin[number])
+        size = int(stream.chunks.num_bytes[number])
         src, dst, length = (np.array([n], dtype=np.uint64) for n in (place, program.target.stream + begin, size))
         digested = table if program.position is not None else None
         return self.transports[link.transport].prepare(link.peer, src, dst, length, digested=digested)
@@ -185,9 +189,9 @@ class _LinkProgram:
 
     def __init__(self, target: Target, stream: LinkStream, *, is_digested: bool) -> None:
         self.target, self.stream = target, stream
-        names = ["position"] if target.stream or target.patches else ["position", "address"]
-        places = expand(target.places, names)
-        self.to: Int64s | int = target.stream or places.get("address", 0)
+        lands_live = not target.carriage.lands_in_stream and not target.patches
+        places = expand(target.places, ["position", "address"] if lands_live else ["position"])
+        self.to: Int64s | int = places["address"] if lands_live else target.stream
         self.position = places["position"] if is_digested else None
 
     @cached_property

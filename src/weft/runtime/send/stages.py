@@ -14,11 +14,12 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from weft.config import DeltaPolicy
-from weft.errors import TransportError
+from weft.errors import TransferTimeout, TransportError
 from weft.runtime.control.messages import Amax
 from weft.runtime.send.job import Chunk, Job, Link, Parcel, Sent
 from weft.runtime.send.pipeline import Flow, Stage, run
@@ -30,6 +31,8 @@ Posted = list[tuple[int, Ticket]]
 """Engine ranks and what is being written to them."""
 
 
+CREDIT_S = 0.00003
+"""How long to wait between looks at credits."""
 RunStages = Callable[[Flow, Sequence[Stage]], None]
 
 
@@ -42,7 +45,8 @@ def send_version(
     """
     wanted = [link for link in sending.links if link.engine in job.go.engines]
     sent = {link.engine: Sent(loss=link.obstacle) for link in wanted}
-    whole = [(link, batch) for link in wanted if not link.has_chunks for batch in link.direct]
+    first = [link for link in wanted if not link.has_chunks or link.has_window]
+    whole = [(link, batch) for link in first for batch in link.direct]
     if whole and sending.mirror is not None:
         run_stages(job.flow, [h2d_stage(sending)])
         job.on_released()
@@ -117,6 +121,61 @@ def _wait_all(job: Job, posted: Posted, sent: dict[int, Sent]) -> int:
     return num_bytes
 
 
+class Windows:
+    """Chunks that wait for room in the windows of engine ranks, each for its own.
+
+    consumes      chunks, in the order of each link; credits, which engine ranks return when they have drained a chunk
+    produces      writes, and what came of them
+    waits for     credits, on the thread of stage `write`         unblocked by   engines, a failed version, the deadline
+    """
+
+    def __init__(self, sending: Sending, job: Job, sent: dict[int, Sent]) -> None:
+        self._of, self._job, self._sent = sending, job, sent
+        self._waiting: dict[int, deque[tuple[Link, int, Parcel]]] = {}
+        """Chunks of each engine rank that have no room yet."""
+        self._posted: dict[tuple[int, int], Posted] = {}
+        self._lock = threading.Lock()
+
+    def post(self, link: Link, chunk: int, parcel: Parcel) -> None:
+        """Write a chunk as soon as there is room for it."""
+        with self._lock:
+            self._waiting.setdefault(link.engine, deque()).append((link, chunk, parcel))
+        self._pump()
+
+    def _pump(self) -> None:
+        """Start writing what has room now."""
+        with self._lock:
+            for engine, waiting in self._waiting.items():
+                while waiting and self._has_room(*waiting[0][:2]):
+                    link, chunk, parcel = waiting.popleft()
+                    self._posted[engine, chunk] = _post_all(self._of, self._job, [(link, parcel)], self._sent)
+
+    def _has_room(self, link: Link, chunk: int) -> bool:
+        if self._sent[link.engine].loss or not link.needs[chunk]:
+            return True
+        drained = self._of.transports[link.transport].arrived(self._job.go.version + 1, writer=link.engine)
+        return drained >= link.needs[chunk]
+
+    def wait(self, links: Sequence[Link], chunk: int) -> int:
+        """Wait until a chunk was written to all of these; returns the bytes that were."""
+        num_bytes = 0
+        for link in links:
+            if link.engine not in self._sent or self._sent[link.engine].loss:
+                continue
+            while not self._is_written(link.engine, chunk):
+                self._pump()
+                self._job.flow.check()
+                if time.monotonic() > self._job.deadline:
+                    raise TransferTimeout(f"engine {link.engine} did not make room for chunk {chunk} in time")
+                time.sleep(CREDIT_S)
+            num_bytes += _wait_all(self._job, self._posted.pop((link.engine, chunk)), self._sent)
+        return num_bytes
+
+    def _is_written(self, engine: int, chunk: int) -> bool:
+        posted = self._posted.get((engine, chunk))
+        return posted is not None and all(ticket.done for _, ticket in posted)
+
+
 class VersionStages:
     """Stages of one version; items are the chunks it consists of."""
 
@@ -133,6 +192,7 @@ class VersionStages:
         self._reading: set[str] = set()
         """Stages that still read the weights."""
         self._lock = threading.Lock()
+        self._windows = Windows(sending, job, sent)
 
     def all(self, *, releases: bool) -> list[Stage]:
         """In their order. `releases`: whether the weights may change once all chunks are converted."""
@@ -234,10 +294,14 @@ class VersionStages:
         chunk = self._chunk(item)
         links = [link for link in chunk.links if link.engine in self._sent and not self._sent[link.engine].loss]
         batches = [(link, self._batch(link, item)) for link in links]
-        beside = [(link, link.direct[chunk.number]) for link in links if chunk.number < len(link.direct)]
-        posted = _post_all(self._of, self._job, batches, self._sent)
+        at_once = [(link, batch) for link, batch in batches if not link.has_window]
+        beside = [(link, link.direct[chunk.number]) for link, _ in at_once if chunk.number < len(link.direct)]
+        posted = _post_all(self._of, self._job, at_once, self._sent)
         posted += _post_all(self._of, self._job, beside, self._sent)
         self._posted[item] = posted, time.monotonic()
+        for link, batch in batches:
+            if link.has_window:
+                self._windows.post(link, chunk.number, batch)
         return 0
 
     def _batch(self, link: Link, item: int) -> Parcel:
@@ -253,6 +317,7 @@ class VersionStages:
         number, chunk = self._numbers[item], self._chunk(item)
         posted, began = self._posted.pop(item)
         num_bytes = _wait_all(self._job, posted, self._sent)
+        num_bytes += self._windows.wait([link for link in chunk.links if link.has_window], chunk.number)
         end = time.monotonic()
         self._job.flow.span("write", max(began, self._last_end), end, num_bytes)
         self._last_end = end
