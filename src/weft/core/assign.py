@@ -221,9 +221,8 @@ class _Exits:
         self._topology = topology
         ports = topology.port_of(topology.trainer_device)
         names, self._port = np.unique(ports, return_inverse=True)
-        self._rate = np.concatenate(
-            [topology.port_rate(names), np.full(topology.num_trainers, topology.link_bytes_per_s)]
-        )
+        devices, self._link = np.unique(topology.trainer_device, return_inverse=True)
+        self._rate = np.concatenate([topology.port_rate(names), np.full(len(devices), topology.link_bytes_per_s)])
         self._first_link = len(names)
         self._level = np.zeros(len(self._rate))
         self._host = topology.host_of(topology.trainer_device)
@@ -244,7 +243,7 @@ class _Exits:
         if receiver is None:
             return self._port[holders], np.zeros(len(holders), dtype=bool)
         local = self._topology.is_local[holders, receiver]
-        exits = np.where(local, self._first_link + holders, self._port[holders])
+        exits = np.where(local, self._first_link + self._link[holders], self._port[holders])
         return exits, ~local & self._topology.changes_rail[holders, receiver]
 
     def rate(self, exits: Ints) -> NDArray[np.float64]:
