@@ -87,6 +87,8 @@ def controller_command(
         **security,
     ) as controller:
         err.print(f"listening on {controller.address}, waiting for {trainers} trainers and {engine_ranks} engine ranks")
+        if plan is not None:
+            err.print(f"following the plan `{plan}`")
         stop.wait()
         found = asdict(controller.statistics())
     if as_json:

@@ -32,9 +32,11 @@ _DTYPES = tuple(DTYPE_BYTES)
 def fit_plan(saved: Plan, *, trainer: Layout, recipe: Recipe, problems: tuple[str, ...] = ()) -> Plan:
     """The saved plan's routes between these layouts; raises a LayoutError with every difference.
 
-    `problems` are differences that are known already.
+    `trainer` need not be checked: shards that do not tile their tensors differ from the plan's. `problems` are
+    differences that are known already.
     """
-    ignored = tuple(tensor.name for tensor in trainer.tensors if tensor.name in set(saved.ignored))
+    names = {tensor.name for tensor in trainer.tensors}
+    ignored = tuple(name for name in saved.ignored if name in names)
     found = (*problems, *_differences(saved, trainer.without(frozenset(ignored)), recipe))
     if found:
         gathered = "; it was made for trainers that gather whole tensors first" if saved.gathered else ""
@@ -68,7 +70,8 @@ def _differences(saved: Plan, trainer: Layout, recipe: Recipe) -> Iterator[str]:
         yield f"{held.name(row)}: trainer {rank} holds {held.box(row)}, the plan does not have it there{more}"
     planned, held = _pieces(saved.recipe, recipe), _pieces(recipe, saved.recipe)
     for row, rank, more in _only_in(planned, held):
-        yield f"{planned.name(row)}: the plan brings {planned.box(row)} to engine rank {rank}, which has no such{more}"
+        where = f"engine rank {rank}, which has no place for it{more}"
+        yield f"{planned.name(row)}: the plan brings {planned.box(row)} to {where}"
     for row, rank, more in _only_in(held, planned):
         yield f"{held.name(row)}: engine rank {rank} takes {held.box(row)}, which the plan does not bring{more}"
     yield from _scaling_problems(saved.recipe, recipe)
@@ -141,7 +144,7 @@ def _only_in(some: _Rows, others: _Rows) -> Iterator[tuple[int, int, str]]:
     same_name = np.array([number[name] for name in some.names], dtype=np.int64)[some.name_of[row[alone]]]
     _, first, count = np.unique(same_name, return_index=True, return_counts=True)
     for at, total in zip(alone[first].tolist(), count.tolist(), strict=True):
-        yield int(row[at]), int(rank[at]), f" (nor {total - 1} more of its boxes)" if total > 1 else ""
+        yield int(row[at]), int(rank[at]), f" (and {total - 1} more like it)" if total > 1 else ""
 
 
 def _shards(layout: Layout, other: Layout) -> _Rows:
@@ -170,21 +173,22 @@ def _pieces(recipe: Recipe, other: Recipe) -> _Rows:
     rows = np.flatnonzero(recipe.op != Op.PAD)
     dst, src = recipe.dst[rows], recipe.src[rows]
     lo, extent, is_scale = recipe.src_lo[rows], recipe.src_extent[rows], recipe.op[rows] == Op.SCALE
-    dtypes = np.array([_DTYPES.index(tensor.dtype) for tensor in recipe.engine.tensors], dtype=np.int64)
-    dtype = dtypes[recipe.engine.tensor_of[dst]]
+    names = tuple(tensor.name for tensor in recipe.engine.tensors)
+    dtype = np.array([_DTYPES.index(tensor.dtype) for tensor in recipe.engine.tensors], dtype=np.int64)[dst]
     num_dims = max(recipe.src_lo.shape[1], other.src_lo.shape[1])
 
     def box(row: int) -> str:
-        what = "scales of " if is_scale[row] else ""
+        source = recipe.sources[src[row]]
+        of = "" if source == names[dst[row]] else f"scales of {source}" if is_scale[row] else source
         used = 1 + int(np.flatnonzero((lo[row] > 0) | (extent[row] > 1)).max(initial=0))
-        return f"{what}{recipe.sources[src[row]]}{_box_text(lo[row], extent[row], used)} as {_DTYPES[dtype[row]]}"
+        return f"{of}{_box_text(lo[row], extent[row], used)} as {_DTYPES[dtype[row]]}"
 
     return _Rows(
         keys=mix(name_keys(recipe.sources)[src], dtype, is_scale, *_as_wide(lo, extent, num_dims)),
         group_of=recipe.engine.group_of[dst],
         groups=recipe.engine.groups,
-        names=tuple(tensor.name for tensor in recipe.engine.tensors),
-        name_of=recipe.engine.tensor_of[dst],
+        names=names,
+        name_of=dst,
         box=box,
     )
 

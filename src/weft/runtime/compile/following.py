@@ -36,7 +36,7 @@ def follow_plan(
     recipe = Recipe.from_pieces(tensors, pieces, scaling=scaling | scalings(boxed, matched))
     return fit_plan(
         saved,
-        trainer=trainer_layout(trainers, set(saved.recipe.sources)),
+        trainer=trainer_layout(trainers, set(saved.recipe.sources), check=False),
         recipe=replace(recipe, num_replicas=len(engines) // ranks_per_engine),
         problems=tuple(matched.shape_problems(boxed).values()),
     )

@@ -179,7 +179,7 @@ def _names(held: HeldShard, wanted: set[str]) -> list[str]:
     return [name for name in (held.name, *held.aliases) if name in wanted] or [held.name]
 
 
-def trainer_layout(trainers: Mapping[int, Join], wanted: set[str]) -> Layout:
+def trainer_layout(trainers: Mapping[int, Join], wanted: set[str], *, check: bool = True) -> Layout:
     """What trainers hold, tied tensors under the names that are wanted."""
     tensors: dict[str, Tensor] = {}
     shards = []
@@ -189,7 +189,7 @@ def trainer_layout(trainers: Mapping[int, Join], wanted: set[str]) -> Layout:
             for name in _names(held, wanted):
                 tensors.setdefault(name, Tensor(name=name, dtype=held.dtype, shape=held.shape))
                 shards.append(Shard(tensor=name, rank=rank, lo=held.lo, extent=held.extent, strides=held.strides))
-    return Layout.from_shards(list(tensors.values()), shards, num_ranks=len(trainers))
+    return Layout.from_shards(list(tensors.values()), shards, num_ranks=len(trainers), check=check)
 
 
 def _check_agreement(trainers: Mapping[int, Join]) -> None:
