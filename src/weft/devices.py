@@ -50,6 +50,20 @@ def memory_kind(device: str) -> str:
     return device.partition(":")[0]
 
 
+def device_number(device: str, visible: str | None) -> int | None:
+    """Which of the host's GPUs a device is; None: none, or not known.
+
+    `visible` is `CUDA_VISIBLE_DEVICES`: a process that sees GPUs 2 and 3 only calls them `cuda:0` and `cuda:1`.
+    """
+    if memory_kind(device) == CPU:
+        return None
+    number = int(device.partition(":")[2])
+    if visible is None:
+        return number
+    names = [name.strip() for name in visible.split(",")]
+    return int(names[number]) if number < len(names) and names[number].isdecimal() else None
+
+
 def device_work(device: str) -> DeviceWork:
     """Who works on a device's memory."""
     if memory_kind(device) == CPU:

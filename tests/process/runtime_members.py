@@ -193,7 +193,7 @@ class Fleet:
         self._options = {
             "num_trainers": num_trainers,
             "num_engine_ranks": num_engines,
-            "policy": CommitPolicy.QUORUM if quorum else CommitPolicy.ALL,
+            "commit_policy": CommitPolicy.QUORUM if quorum else CommitPolicy.ALL,
             "quorum": quorum,
             "settings": defaults | settings,
         }

@@ -12,7 +12,7 @@ from weft.core.engine_layout import engine_recipe
 from weft.core.layout import Layout, Shard, Tensor
 from weft.core.planner import make_plan
 from weft.core.recipe import Piece, Recipe
-from weft.core.topology import Cluster, HostKind, Nic, load_topology, with_placement
+from weft.core.topology import Cluster, HostKind, Nic, load_topology, place_members, with_placement
 from weft.core.trainer_layout import Gather, trainer_layout
 
 
@@ -162,3 +162,16 @@ def test_bytes_that_must_use_a_link_are_in_the_bound():
     found = balance(plan(layout, recipe, "balanced", cluster))
     assert found.bound_by == "links inside a domain"
     assert found.over_bound == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("host_of_engine", ["a", "b"])
+def test_trainers_that_share_a_device_share_its_rate(host_of_engine):
+    """Trainers 0 and 1 are on one device, 2 on another: over links inside the host, and over NICs to the next."""
+    names = "abcdefghijkl"
+    layout, recipe = one_tensor_each(dict.fromkeys(names, 100), dict.fromkeys(names, [0, 1, 2]), 3)
+    seats = [("a", 0), ("a", 0), ("a", 1)]
+    topology = place_members(load_topology("h100-ib400"), trainers=seats, engines=[(host_of_engine, 2)])
+    found = make_plan(trainer=layout, recipe=recipe, topology=topology)
+    shared, alone = found.tx_bytes[:2].sum(), found.tx_bytes[2]
+    assert (shared, alone) == (600, 600)
+    assert balance(found).over_bound >= 1.0

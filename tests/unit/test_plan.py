@@ -19,7 +19,7 @@ from weft.core.plan import Path
 from weft.core.planner import make_plan
 from weft.core.proof import prove
 from weft.core.recipe import Op
-from weft.core.topology import load_topology
+from weft.core.topology import load_topology, place_members
 from weft.core.trainer_layout import trainer_layout
 from weft.errors import ConfigError, LayoutError, PlanError
 
@@ -87,8 +87,21 @@ def test_another_format_version_is_refused(tmp_path):
     data = bytearray(path.read_bytes())
     struct.pack_into("<I", data, 8, 99)
     path.write_bytes(data)
-    with pytest.raises(PlanError, match="format version 99"):
+    with pytest.raises(PlanError, match=r"a\.plan`: format version 99, expected 1") as caught:
         plan_file.load(path)
+    assert "weft plan" in caught.value.hint
+
+
+def test_where_members_are_is_part_of_a_plan(tmp_path):
+    plan = small_plan()
+    seats = [("a", None)] * 4
+    placed = replace(plan, topology=place_members(plan.topology.cluster, trainers=seats, engines=seats))
+    assert placed.topology.is_local.all()
+    digest = plan_file.save(placed, tmp_path / "a.plan")
+    assert digest != plan_file.digest(plan)
+    loaded = plan_file.load(tmp_path / "a.plan")
+    assert plan_file.digest(loaded) == digest
+    assert loaded.topology.engine_device.tolist() == [4, 5, 6, 7]
 
 
 def test_a_consistent_but_wrong_plan_is_not_loaded(tmp_path):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
+from weft.devices import device_number
 from weft.errors import ConfigError, TransportUnavailable
 from weft.transport.registry import NAMES, Place, choose, open_transport, place_here
 
@@ -67,6 +68,22 @@ def test_unknown_names_list_what_there_is():
         choose(HERE, HERE, wanted="pigeon")
     with pytest.raises(ConfigError, match="pigeon"):
         open_transport("pigeon", "engine 0", writer=0, num_threads=1, device="cpu", nixl_devices="")
+
+
+@pytest.mark.parametrize(
+    ("device", "visible", "expected"),
+    [
+        ("cpu", None, None),
+        ("cuda:3", None, 3),
+        ("cuda:0", "5", 5),
+        ("cuda:1", "2, 6", 6),
+        ("cuda:0", "GPU-8f3a", None),
+        ("cuda:1", "4", None),
+        ("cuda:0", "", None),
+    ],
+)
+def test_gpus_are_numbered_as_on_the_host(device, visible, expected):
+    assert device_number(device, visible) == expected
 
 
 def test_this_process_can_reach_itself():

@@ -1,9 +1,20 @@
 from __future__ import annotations
 
+import json
+
 import numpy as np
 import pytest
 
-from weft.core.topology import CX7, EFA, PRESETS, cluster_from_mapping, load_topology, with_placement
+from weft.core.topology import (
+    CX7,
+    EFA,
+    PRESETS,
+    cluster_from_mapping,
+    load_topology,
+    place_members,
+    topology_from_mapping,
+    with_placement,
+)
 from weft.errors import ConfigError
 from weft.sim.costs import fit_writes
 
@@ -109,3 +120,51 @@ def test_presets_carry_the_fitted_constants(nic, preset):
     cost = fit_writes(nic)
     fitted = (cost.gb_per_s / 50, cost.latency_us, cost.gap_us)
     assert np.allclose((preset["efficiency"], preset["latency_us"], preset["gap_us"]), fitted, rtol=0.01)
+
+
+@pytest.mark.parametrize(
+    ("preset", "trainers", "engines", "expected"),
+    [
+        # GPUs where they are; a second host although only one rank is on it
+        ("h100-ib400", [("a", 0), ("a", 3), ("b", 1)], [("c", 7)], ([0, 3, 9], [23])),
+        # hosts by the lowest rank on them, whatever their names and the order of ranks
+        ("h100-ib400", [("z", 0), ("a", 0), ("z", 1)], [("a", 1), ("m", 0)], ([0, 8, 1], [9, 16])),
+        # CPU members: the next free device, also behind a GPU that another member has
+        ("h100-ib400", [("a", None), ("a", None)], [("a", 0), ("a", None)], ([1, 2], [0, 3])),
+        # more members than devices, and two members on one device: shared
+        ("ethernet-10g", [("a", None), ("a", None)], [("a", None), ("b", None)], ([0, 0], [0, 1])),
+        ("gb200-nvl72", [("a", None)] * 6, [("a", 2)], ([0, 1, 3, 0, 1, 2], [2])),
+        ("h100-ib400", [("a", 2), ("a", 2)], [("a", 11)], ([2, 2], [3])),
+        # engine hosts begin a link domain of their own: 18 hosts of 4 devices
+        ("gb200-nvl72", [("a", 0), ("b", 1)], [("c", 0), ("d", 0)], ([0, 5], [72, 76])),
+    ],
+)
+def test_members_are_placed_where_they_say_they_are(preset, trainers, engines, expected):
+    topology = place_members(load_topology(preset), trainers=trainers, engines=engines)
+    assert (topology.trainer_device.tolist(), topology.engine_device.tolist()) == expected
+
+
+def test_engines_of_one_link_domain_stay_in_it_where_the_cluster_packs():
+    cluster = with_placement(load_topology("gb200-nvl72"), "packed")
+    assert place_members(cluster, trainers=[("a", 0)], engines=[("b", 0)]).is_local.all()
+
+
+def test_reported_placement_is_part_of_the_description():
+    cluster = load_topology("h100-ib400")
+    usual = cluster.place(num_trainers=2, num_engines=1)
+    same = place_members(cluster, trainers=[("a", None), ("a", None)], engines=[("b", None)])
+    assert same.to_json() == usual.to_json()
+    assert "devices" not in usual.to_json()
+    apart = place_members(cluster, trainers=[("a", 0), ("b", 0)], engines=[("a", 1)])
+    table = json.loads(json.dumps(apart.to_json()))
+    read = topology_from_mapping(table, num_trainers=2, num_engines=1, where="here")
+    assert (read.trainer_device.tolist(), read.engine_device.tolist()) == ([0, 8], [1])
+    assert read.to_json() == apart.to_json()
+
+
+@pytest.mark.parametrize("devices", [{}, [], {"trainer": [0, 1]}, {"trainer": [0], "engine": [1]}, None])
+def test_impossible_devices_are_refused(devices):
+    table = load_topology("h100-ib400").place(num_trainers=2, num_engines=1).to_json()
+    bad = devices if devices is not None else {"trainer": [0, 1 << 60], "engine": [0]}
+    with pytest.raises(ConfigError, match="devices of"):
+        topology_from_mapping(table | {"devices": bad}, num_trainers=2, num_engines=1, where="here")

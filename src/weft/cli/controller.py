@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 from rich.markup import escape
 
-from weft.cli.case_options import Ignore, Json
+from weft.cli.case_options import Ignore, Json, PolicyName, TopologyName
 from weft.cli.output import err, print_json
 from weft.config import DeltaPolicy, DigestPolicy, TransferSettings
 from weft.core.version import CommitPolicy
@@ -43,7 +43,13 @@ def controller_command(
     digest: Annotated[bool, typer.Option(help="Verify every version by digests.")] = True,
     silence_s: Annotated[float, typer.Option(help="A member silent for this long is lost.")] = 5.0,
     version_s: Annotated[float, typer.Option(help="A version not ready in this time is aborted.")] = 60.0,
+    policy: PolicyName = "",
+    topology: TopologyName = "",
     ignore: Ignore = None,
+    plan: Annotated[
+        Path | None,
+        typer.Option(help="Follow a plan that `weft plan --save` wrote; members that differ from it are refused."),
+    ] = None,
     keys: Annotated[Path | None, typer.Option(help="Folder with controller.key and members' .pub files.")] = None,
     as_json: Json = False,
 ) -> None:
@@ -70,13 +76,18 @@ def controller_command(
         num_trainers=trainers,
         num_engine_ranks=engine_ranks,
         ranks_per_engine=ranks_per_engine,
-        policy=CommitPolicy.QUORUM if quorum else CommitPolicy.ALL,
+        commit_policy=CommitPolicy.QUORUM if quorum else CommitPolicy.ALL,
         quorum=quorum,
         settings=settings,
+        policy=policy or None,
+        topology=topology or None,
         ignore=ignore or (),
+        plan=plan,
         security=security_in(keys),
     ) as controller:
         err.print(f"listening on {controller.address}, waiting for {trainers} trainers and {engine_ranks} engine ranks")
+        if plan is not None:
+            err.print(f"following the plan `{plan}`")
         stop.wait()
         found = asdict(controller.statistics())
     if as_json:

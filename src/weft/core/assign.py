@@ -221,10 +221,12 @@ class _Exits:
         self._topology = topology
         ports = topology.port_of(topology.trainer_device)
         names, self._port = np.unique(ports, return_inverse=True)
-        self._rate = np.concatenate(
-            [topology.port_rate(names), np.full(topology.num_trainers, topology.link_bytes_per_s)]
-        )
+        devices, self._link = np.unique(topology.trainer_device, return_inverse=True)
+        self._rate = np.concatenate([topology.port_rate(names), np.full(len(devices), topology.link_bytes_per_s)])
         self._first_link = len(names)
+        self._is_inside = bool(topology.is_local.all())
+        self.is_uniform = topology.is_uniform or self._is_inside
+        """Whether every sender reaches every engine the same way: through its port, or inside one domain."""
         self._level = np.zeros(len(self._rate))
         self._host = topology.host_of(topology.trainer_device)
         num_hosts = int(self._host.max()) + 1
@@ -242,9 +244,10 @@ class _Exits:
     ) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
         """The exit each holder uses towards a receiver, and whether that changes rail (`None`: any receiver)."""
         if receiver is None:
-            return self._port[holders], np.zeros(len(holders), dtype=bool)
+            exits = self._first_link + self._link[holders] if self._is_inside else self._port[holders]
+            return exits, np.zeros(len(holders), dtype=bool)
         local = self._topology.is_local[holders, receiver]
-        exits = np.where(local, self._first_link + holders, self._port[holders])
+        exits = np.where(local, self._first_link + self._link[holders], self._port[holders])
         return exits, ~local & self._topology.changes_rail[holders, receiver]
 
     def rate(self, exits: Ints) -> NDArray[np.float64]:
@@ -256,8 +259,7 @@ class _Exits:
         copies = np.diff(demand.first)
         forced = np.repeat(demand.is_forced, copies)
         size = np.repeat(demand.row_bytes, copies)[forced].astype(np.float64)
-        uniform = self._topology.is_uniform
-        receiver = None if uniform else demand.receivers.expand(demand.receiver_group)[forced]
+        receiver = None if self.is_uniform else demand.receivers.expand(demand.receiver_group)[forced]
         exits, crosses = self.of(sender[forced], receiver)
         self._add(sender[forced], exits, crosses, size)
 
@@ -314,7 +316,7 @@ def _classes(demand: Demand, exits: _Exits) -> list[_Class]:
     routes = np.repeat(first[rows], copies) + np.arange(copies.sum()) - np.repeat(np.cumsum(copies) - copies, copies)
     group = np.repeat(demand.holder_group[rows], copies)
     size = np.repeat(demand.row_bytes[rows], copies)
-    uniform = demand.topology.is_uniform
+    uniform = exits.is_uniform
     receiver = (
         np.zeros(len(routes), dtype=np.int64) if uniform else demand.receivers.expand(demand.receiver_group[rows])
     )

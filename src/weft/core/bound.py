@@ -73,7 +73,7 @@ def _busy(plan: Plan) -> dict[str, float]:
     }
     if local.any():
         inside = np.where(local, moved, 0)
-        busiest = max(inside.sum(axis=1).max(), inside.sum(axis=0).max())
+        busiest = max(_per_device(trainers, inside.sum(axis=1)).max(), _per_device(engines, inside.sum(axis=0)).max())
         busy["links inside a domain"] = float(busiest / topology.link_bytes_per_s)
     if topology.host.uplink_gbps:
         out = _per_host(topology, trainers, wired.sum(axis=1)).max()
@@ -108,7 +108,7 @@ def _bounds(plan: Plan) -> dict[str, float]:
     holders = plan.trainer.groups.sizes[group]
     if topology.is_local.any():
         inside = np.bincount(receiver, weights=np.where(local == holders, size, 0), minlength=topology.num_engines)
-        bounds["links inside a domain"] = float(inside.max() / topology.link_bytes_per_s)
+        bounds["links inside a domain"] = float(_per_device(engines, inside).max() / topology.link_bytes_per_s)
     if topology.host.uplink_gbps:
         rate = topology.uplink_bytes_per_s
         out = forced(must_wire, topology.host_of(trainers), lambda hosts: np.full(len(hosts), rate))
@@ -181,6 +181,11 @@ def _per_port(topology: Topology, devices: NDArray[np.int64], values: NDArray[np
 def _port_seconds(topology: Topology, devices: NDArray[np.int64], moved: Floats | NDArray[np.int64]) -> Floats:
     names, port = np.unique(topology.port_of(devices), return_inverse=True)
     return np.asarray(np.bincount(port, weights=moved) / topology.port_rate(names))
+
+
+def _per_device(devices: NDArray[np.int64], values: Floats | NDArray[np.int64]) -> Floats:
+    _, device = np.unique(devices, return_inverse=True)
+    return np.asarray(np.bincount(device, weights=values), dtype=np.float64)
 
 
 def _per_host(topology: Topology, devices: NDArray[np.int64], values: Floats | NDArray[np.int64]) -> Floats:

@@ -202,8 +202,12 @@ class Layout:
         *,
         side: str = "trainer",
         num_ranks: int | None = None,
+        check: bool = True,
     ) -> Layout:
-        """Build and check a layout from explicit shards; identical boxes on several ranks become replicas."""
+        """Build and check a layout from explicit shards; identical boxes on several ranks become replicas.
+
+        Without `check` it is the caller who looks whether they tile their tensors.
+        """
         check_tensors(tensors)
         _check_shards(tensors, shards)
         num_needed = 1 + max((shard.rank for shard in shards), default=0)
@@ -225,7 +229,8 @@ class Layout:
                 )
             builder.add(tensor, [shard.rank for shard in same], lo, extent, strides.pop())
         layout = builder.build(side=side, num_ranks=num_ranks or num_needed)
-        layout.check()
+        if check:
+            layout.check()
         return layout
 
 

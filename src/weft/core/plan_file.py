@@ -25,12 +25,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from weft.config import settings_from
+from weft.core.fingerprint import Keys, mix, name_keys
 from weft.core.layout import Layout, RankGroups, Tensor
 from weft.core.plan import Plan
 from weft.core.proof import prove
 from weft.core.recipe import Recipe
 from weft.core.scaling import Scaling
-from weft.core.topology import cluster_from_mapping
+from weft.core.topology import topology_from_mapping
 from weft.errors import PlanError, WeftError
 
 MAGIC = b"WEFTPLAN"
@@ -100,7 +101,7 @@ def _decode(data: bytes) -> tuple[dict[str, Any], Columns]:
         raise ValueError("wrong magic bytes")
     version, length = struct.unpack_from("<II", data, 8)
     if version != VERSION:
-        raise ValueError(f"format version {version}, expected {VERSION}")
+        raise PlanError(f"format version {version}, expected {VERSION}")
     if length > MAX_HEADER_BYTES or 16 + length > len(data):
         raise ValueError("the header is longer than the file")
     header = json.loads(data[16 : 16 + length])
@@ -219,8 +220,12 @@ def _plan(header: dict[str, Any], columns: Columns) -> Plan:
         scaling={name: Scaling(kind) for name, kind in header.get("scaling", {}).items()},
         **{name.removeprefix("piece."): column for name, column in columns.items() if name.startswith("piece.")},
     )
-    cluster = cluster_from_mapping(header["topology"], where="the plan's topology")
-    topology = cluster.place(num_trainers=layouts["trainer"].num_ranks, num_engines=layouts["engine"].num_ranks)
+    topology = topology_from_mapping(
+        header["topology"],
+        num_trainers=layouts["trainer"].num_ranks,
+        num_engines=layouts["engine"].num_ranks,
+        where="the plan's topology",
+    )
     return Plan(
         model=header["model"],
         policy=header["policy"],
@@ -294,26 +299,10 @@ def _tensor_names(plan: Plan, routes: NDArray[np.bool_]) -> set[str]:
     return {plan.recipe.engine.tensors[i].name for i in np.unique(plan.dst[rows])}
 
 
-def _route_keys(plan: Plan) -> NDArray[np.uint64]:
+def _route_keys(plan: Plan) -> Keys:
     """A 64-bit key of every route: engine tensor, receiver, boxes, source, operation."""
-
-    def stir(key: NDArray[np.uint64], value: NDArray[Any]) -> NDArray[np.uint64]:
-        """One round of SplitMix64 after adding the value."""
-        key = key + value.astype(np.uint64) + np.uint64(0x9E3779B97F4A7C15)
-        key = (key ^ (key >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-        key = (key ^ (key >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-        return key ^ (key >> np.uint64(31))
-
-    engine_names = _name_keys([tensor.name for tensor in plan.recipe.engine.tensors])
-    source_names = _name_keys([tensor.name for tensor in plan.trainer.tensors])
-    key = stir(engine_names[plan.dst], source_names[plan.trainer.tensor_of[plan.shard]])
-    key = stir(key, plan.recipe.op[plan.piece])
-    for column in (plan.dst_lo, plan.src_lo, plan.extent):
-        for dim in range(column.shape[1]):
-            key = stir(key, column[:, dim])
-    return stir(np.repeat(key, plan.fan_out), plan.receiver)
-
-
-def _name_keys(names: list[str]) -> NDArray[np.uint64]:
-    digests = (hashlib.blake2b(name.encode(), digest_size=8).digest() for name in names)
-    return np.frombuffer(b"".join(digests), dtype="<u8")
+    engine_names = name_keys(tensor.name for tensor in plan.recipe.engine.tensors)
+    source_names = name_keys(tensor.name for tensor in plan.trainer.tensors)
+    keys = mix(engine_names[plan.dst], source_names[plan.trainer.tensor_of[plan.shard]], plan.recipe.op[plan.piece])
+    keys = mix(keys, plan.dst_lo, plan.src_lo, plan.extent)
+    return mix(np.repeat(keys, plan.fan_out), plan.receiver)

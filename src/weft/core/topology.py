@@ -5,12 +5,14 @@ several, or shared ones); devices of one NVLink domain reach each other through 
 well-known machines; a TOML file describes others (`docs/topology.md`).
 
     topology = load_topology("h100-ib400").place(num_trainers=128, num_engines=32)
+
+Before a run, ranks fill hosts in order (`Cluster.place`); during one, members say where they are (`place_members`).
 """
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
@@ -87,11 +89,7 @@ class Cluster:
 
     def place(self, *, num_trainers: int, num_engines: int) -> Topology:
         """Give every rank a device, hosts filled in rank order."""
-        if num_trainers * num_engines > MAX_PAIRS:
-            raise ConfigError(
-                f"{num_trainers} trainers × {num_engines} engine ranks are more pairs than weft plans for",
-                hint=f"at most {MAX_PAIRS} pairs",
-            )
+        _check_pairs(num_trainers, num_engines)
         per_host = self.host.devices
         first_engine = num_trainers
         if self.placement == "separate":
@@ -203,14 +201,61 @@ class Topology:
         return not self.is_local.any() and not limited
 
     def to_json(self) -> dict[str, Any]:
-        """A description that `cluster_from_mapping` reads back."""
+        """A description that `topology_from_mapping` reads; with devices where ranks do not fill hosts in order."""
         host = asdict(self.host)
+        usual = self.cluster.place(num_trainers=self.num_trainers, num_engines=self.num_engines)
+        devices = {"trainer": self.trainer_device.tolist(), "engine": self.engine_device.tolist()}
+        is_usual = devices == {"trainer": usual.trainer_device.tolist(), "engine": usual.engine_device.tolist()}
         return {
             "name": self.cluster.name,
             "placement": self.cluster.placement,
             "nic": [{**nic, "devices": list(nic["devices"])} for nic in host.pop("nics")],
             "host": host,
+            **({} if is_usual else {"devices": devices}),
         }
+
+
+Seat = tuple[str, int | None]
+"""Where a member is: the name of its host, and the number of its device there (None: any, as for CPU memory)."""
+
+
+def place_members(cluster: Cluster, *, trainers: Sequence[Seat], engines: Sequence[Seat]) -> Topology:
+    """Give every rank the device it reports, on the host it reports; seats are in rank order.
+
+    Hosts are numbered by the lowest rank on them, trainers first. Members without a device number take the one that
+    fewest others use. Where a host has more members than devices, members share devices and so their rates.
+    """
+    _check_pairs(len(trainers), len(engines))
+    hosts = _host_numbers(cluster, trainers, engines)
+    per_host = cluster.host.devices
+    used = {host: np.zeros(per_host, dtype=np.int64) for host in hosts}
+    device = np.zeros(len(trainers) + len(engines), dtype=np.int64)
+    seats = list(enumerate([*trainers, *engines]))
+    for member, (host, number) in sorted(seats, key=lambda seat: seat[1][1] is None):  # the numbered ones first
+        on_host = int(used[host].argmin()) if number is None else number % per_host
+        used[host][on_host] += 1
+        device[member] = hosts[host] * per_host + on_host
+    first_engine = len(trainers)
+    return Topology(cluster=cluster, trainer_device=device[:first_engine], engine_device=device[first_engine:])
+
+
+def _host_numbers(cluster: Cluster, trainers: Sequence[Seat], engines: Sequence[Seat]) -> dict[str, int]:
+    """Numbers of hosts by name. Where sides are separate, hosts with engines only begin a link domain of their own."""
+    first = dict.fromkeys(host for host, _ in trainers)
+    then = dict.fromkeys(host for host, _ in engines if host not in first)
+    in_domain = cluster.host.domain_hosts if cluster.placement == "separate" else 1
+    start = -(-len(first) // in_domain) * in_domain
+    return {host: number for number, host in enumerate(first)} | {
+        host: number for number, host in enumerate(then, start=start)
+    }
+
+
+def _check_pairs(num_trainers: int, num_engines: int) -> None:
+    if num_trainers * num_engines > MAX_PAIRS:
+        raise ConfigError(
+            f"{num_trainers} trainers × {num_engines} engine ranks are more pairs than weft plans for",
+            hint=f"at most {MAX_PAIRS} pairs",
+        )
 
 
 def _one_nic_each(devices: int, **nic: Any) -> tuple[Nic, ...]:
@@ -295,6 +340,27 @@ def cluster_from_mapping(table: dict[str, Any], *, where: str) -> Cluster:
     if placement not in PLACEMENTS:
         raise ConfigError(f"{where}: placement is {placement!r}", hint=f"use {' or '.join(PLACEMENTS)}")
     return Cluster(name=str(table.get("name", where)), host=kind, placement=placement)
+
+
+def topology_from_mapping(table: dict[str, Any], *, num_trainers: int, num_engines: int, where: str) -> Topology:
+    """A topology from what `Topology.to_json` gives."""
+    kind = {key: value for key, value in table.items() if key != "devices"}
+    usual = cluster_from_mapping(kind, where=where).place(num_trainers=num_trainers, num_engines=num_engines)
+    devices = table.get("devices")
+    if devices is None:
+        return usual
+    most = (num_trainers + num_engines + usual.host.domain_hosts) * usual.host.devices
+    sides = {"trainer": num_trainers, "engine": num_engines}
+    for side, num_ranks in sides.items():
+        given = devices.get(side) if isinstance(devices, dict) else None
+        if not isinstance(given, list) or len(given) != num_ranks or not _are_numbers(given, most):
+            raise ConfigError(f"{where}: wrong devices of {side} ranks", hint=f"{num_ranks} numbers below {most}")
+    trainer, engine = (np.array(devices[side], dtype=np.int64) for side in sides)
+    return replace(usual, trainer_device=trainer, engine_device=engine)
+
+
+def _are_numbers(values: list[Any], most: int) -> bool:
+    return all(type(value) is int and 0 <= value < most for value in values)
 
 
 def _nic(table: Any, *, where: str) -> Nic:

@@ -61,7 +61,7 @@ class Heart:
             num_trainers=settings.num_trainers,
             num_engine_ranks=settings.num_engine_ranks,
             ranks_per_engine=settings.ranks_per_engine,
-            policy=CommitPolicy.QUORUM,  # training goes on while one engine is left
+            commit_policy=CommitPolicy.QUORUM,  # training goes on while one engine is left
             quorum=1,
             settings=transfer_settings(settings),
             security=security,

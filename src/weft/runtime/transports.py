@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+import msgspec
+
 from weft.config import CompressionPolicy, TransferSettings
 from weft.devices import CPU
 from weft.errors import ConfigError
@@ -32,14 +34,7 @@ class OpenTransports:
         place = place_here(self._device, shareable=shareable)
         if self._given is None:
             return place
-        return Place(
-            host=place.host,
-            container=place.container,
-            user=place.user,
-            device=place.device,
-            installed=(self._given.capabilities.name,),
-            shareable=shareable,
-        )
+        return msgspec.structs.replace(place, installed=(self._given.capabilities.name,))
 
     def open(self, names: Iterable[str], settings: TransferSettings) -> None:
         """Open what is not open yet."""

@@ -145,8 +145,8 @@ class _Run:
         self._rx_rate = topology.port_rate(topology.port_of(engines)) * reached
         self._tx = _Line(topology.port_of(trainers), self._tx_rate)
         self._rx = _Line(topology.port_of(engines), self._rx_rate)
-        self._link_out = _Line(np.arange(num_trainers), topology.link_bytes_per_s)
-        self._link_in = _Line(np.arange(topology.num_engines), topology.link_bytes_per_s)
+        self._link_out = _Line(trainers, topology.link_bytes_per_s)
+        self._link_in = _Line(engines, topology.link_bytes_per_s)
         self._uplink_out = _Line(topology.host_of(trainers), topology.uplink_bytes_per_s)
         self._uplink_in = _Line(topology.host_of(engines), topology.uplink_bytes_per_s)
         self._cross = _Line(topology.host_of(trainers), topology.cross_rail_bytes_per_s)

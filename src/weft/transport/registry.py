@@ -18,7 +18,7 @@ from typing import Any
 
 import msgspec
 
-from weft.devices import CPU, memory_kind
+from weft.devices import CPU, device_number, memory_kind
 from weft.errors import ConfigError, TransportUnavailable
 from weft.transport.base import Transport
 from weft.transport.host import boot_id
@@ -65,6 +65,10 @@ class Place(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     """Transports whose packages are there."""
     shareable: bool = True
     """Whether its destination memory can be shared memory."""
+    device_number: int | None = None
+    """Which of the host's GPUs `device` is; None: CPU memory, or not known."""
+    nics: tuple[str, ...] = ()
+    """RDMA cards it sees; only shown."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,7 +88,17 @@ def place_here(device: str = CPU, *, shareable: bool = True) -> Place:
         device=device,
         installed=tuple(name for name in NAMES if is_installed(name)),
         shareable=shareable,
+        device_number=device_number(device, os.environ.get("CUDA_VISIBLE_DEVICES")),
+        nics=_nics(),
     )
+
+
+def _nics() -> tuple[str, ...]:
+    """Names of the RDMA cards of this host, as far as this process sees them."""
+    try:
+        return tuple(sorted(os.listdir("/sys/class/infiniband")))
+    except OSError:
+        return ()
 
 
 def is_installed(name: str) -> bool:

@@ -10,12 +10,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from weft.core.assign import Policy
 from weft.core.layout import Layout, Shard, Tensor
 from weft.core.plan import Plan
 from weft.core.planner import make_plan
 from weft.core.recipe import Op, Piece, Recipe, ignored_tensors
 from weft.core.scaling import Scaling, scale_shape
-from weft.core.topology import Cluster
+from weft.core.topology import Cluster, Seat, place_members
 from weft.errors import LayoutError
 from weft.runtime.control.messages import HeldShard, Join
 
@@ -30,16 +31,25 @@ def plan_members(
     cluster: Cluster,
     *,
     ranks_per_engine: int,
+    policy: Policy = Policy.BALANCED,
     ignore: Sequence[str] = (),
 ) -> Plan:
-    """The plan between the members that joined; `ignore` are trainer tensors no engine has, by name or pattern."""
-    matched = _Matched.of(trainers, engines)
+    """The plan between the members that joined, where they are in a cluster of this kind.
+
+    `ignore` are trainer tensors no engine has, by name or pattern.
+    """
+    matched = Matched.of(trainers, engines)
     recipe = _recipe(engines, matched, num_replicas=len(engines) // ranks_per_engine)
-    trainer = _trainer_layout(trainers, matched.wanted)
+    trainer = trainer_layout(trainers, matched.wanted)
     ignored = ignored_tensors(trainer, ignore)
     _check_shapes(matched.shape_problems(engines), recipe, trainer, ignored)
-    topology = cluster.place(num_trainers=len(trainers), num_engines=len(engines))
-    return make_plan(trainer=trainer, recipe=recipe, topology=topology, ignore=ignored)
+    topology = place_members(cluster, trainers=_seats(trainers), engines=_seats(engines))
+    return make_plan(trainer=trainer, recipe=recipe, topology=topology, policy=policy, ignore=ignored)
+
+
+def _seats(joins: Mapping[int, Join]) -> list[Seat]:
+    """Host and device of every rank of one side."""
+    return [(joins[rank].place.host, joins[rank].place.device_number) for rank in sorted(joins)]
 
 
 def _check_shapes(wrong: Mapping[str, str], recipe: Recipe, trainer: Layout, ignored: tuple[str, ...]) -> None:
@@ -59,7 +69,7 @@ def _check_shapes(wrong: Mapping[str, str], recipe: Recipe, trainer: Layout, ign
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Matched:
+class Matched:
     """Which trainer tensor each engine tensor comes from."""
 
     sources: dict[str, str]
@@ -70,7 +80,8 @@ class _Matched:
     """Engine tensors that hold scales → the engine tensor they belong to."""
 
     @classmethod
-    def of(cls, trainers: Mapping[int, Join], engines: Mapping[int, Join]) -> _Matched:
+    def of(cls, trainers: Mapping[int, Join], engines: Mapping[int, Join]) -> Matched:
+        """Match what members report, by name."""
         tensors = {
             name: Tensor(name=name, dtype=held.dtype, shape=held.shape)
             for join in trainers.values()
@@ -168,7 +179,8 @@ def _names(held: HeldShard, wanted: set[str]) -> list[str]:
     return [name for name in (held.name, *held.aliases) if name in wanted] or [held.name]
 
 
-def _trainer_layout(trainers: Mapping[int, Join], wanted: set[str]) -> Layout:
+def trainer_layout(trainers: Mapping[int, Join], wanted: set[str], *, check: bool = True) -> Layout:
+    """What trainers hold, tied tensors under the names that are wanted."""
     tensors: dict[str, Tensor] = {}
     shards = []
     _check_agreement(trainers)
@@ -177,7 +189,7 @@ def _trainer_layout(trainers: Mapping[int, Join], wanted: set[str]) -> Layout:
             for name in _names(held, wanted):
                 tensors.setdefault(name, Tensor(name=name, dtype=held.dtype, shape=held.shape))
                 shards.append(Shard(tensor=name, rank=rank, lo=held.lo, extent=held.extent, strides=held.strides))
-    return Layout.from_shards(list(tensors.values()), shards, num_ranks=len(trainers))
+    return Layout.from_shards(list(tensors.values()), shards, num_ranks=len(trainers), check=check)
 
 
 def _check_agreement(trainers: Mapping[int, Join]) -> None:
@@ -204,18 +216,20 @@ def _check_agreement(trainers: Mapping[int, Join]) -> None:
         )
 
 
-def _recipe(engines: Mapping[int, Join], matched: _Matched, *, num_replicas: int) -> Recipe:
+def _recipe(engines: Mapping[int, Join], matched: Matched, *, num_replicas: int) -> Recipe:
     filled = {rank: [held for held in join.held if 0 not in held.extent] for rank, join in engines.items()}
-    tensors = {
-        rank: [Tensor(name=held.name, dtype=held.dtype, shape=held.extent) for held in shards]
-        for rank, shards in filled.items()
-    }
-    pieces = {rank: [_piece(held, matched) for held in shards] for rank, shards in filled.items()}
-    recipe = Recipe.from_pieces(tensors, pieces, scaling=_scalings(engines, matched))
+    tensors = {rank: engine_tensors(shards) for rank, shards in filled.items()}
+    pieces = {rank: [piece_of(held, matched) for held in shards] for rank, shards in filled.items()}
+    recipe = Recipe.from_pieces(tensors, pieces, scaling=scalings(engines, matched))
     return replace(recipe, num_replicas=num_replicas)
 
 
-def _scalings(engines: Mapping[int, Join], matched: _Matched) -> dict[str, Scaling]:
+def engine_tensors(held: Sequence[HeldShard]) -> list[Tensor]:
+    """The tensors of one engine rank: every box it holds is one."""
+    return [Tensor(name=shard.name, dtype=shard.dtype, shape=shard.extent) for shard in held]
+
+
+def scalings(engines: Mapping[int, Join], matched: Matched) -> dict[str, Scaling]:
     """Which elements of each source share a scale; the same on all engines."""
     found: dict[str, tuple[Scaling, HeldShard]] = {}
     for join in engines.values():
@@ -234,7 +248,7 @@ def _scalings(engines: Mapping[int, Join], matched: _Matched) -> dict[str, Scali
     return {source: kind for source, (kind, _) in found.items() if kind is not Scaling.BLOCK}
 
 
-def _piece(held: HeldShard, matched: _Matched) -> Piece:
+def piece_of(held: HeldShard, matched: Matched) -> Piece:
     """An engine tensor is one box of its source."""
     op = matched.op(held)
     is_vector = op is Op.SCALE and len(held.shape) == 1  # scales of rows, or of everything, without a second dimension

@@ -24,17 +24,17 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
 
 from weft.config import DeltaPolicy, DigestPolicy, ReceiverMode, TransferSettings
-from weft.core import plan_file
+from weft.core.assign import Policy
 from weft.core.plan import Plan
-from weft.core.topology import Cluster, load_topology
+from weft.core.topology import Cluster
 from weft.core.version import CommitPolicy, Decision, VersionLedger
 from weft.errors import ConfigError, LayoutError, PlanError, ProtocolError, VersionError, WeftError
-from weft.runtime.compile.matching import plan_members
 from weft.runtime.compile.parts import Parts
 from weft.runtime.control.channel import BURST_SPIN_S, SPIN_S, Invalid, Server
 from weft.runtime.control.messages import (
@@ -83,6 +83,7 @@ from weft.runtime.controller.admission import (
 )
 from weft.runtime.controller.amax import AmaxExchange
 from weft.runtime.controller.membership import Member, Membership
+from weft.runtime.controller.planning import Planning
 from weft.runtime.controller.transfer import Transfer
 from weft.transport.registry import Choice
 
@@ -126,17 +127,22 @@ class Controller:
         num_trainers: int,
         num_engine_ranks: int,
         ranks_per_engine: int = 1,
-        policy: CommitPolicy = CommitPolicy.ALL,
+        commit_policy: CommitPolicy = CommitPolicy.ALL,
         quorum: int = 0,
         settings: TransferSettings | None = None,
-        cluster: Cluster | None = None,
+        policy: Policy | str | None = None,
+        topology: Cluster | Path | str | None = None,
         ignore: Sequence[str] = (),
+        plan: Plan | Path | str | None = None,
         security: Security | None = None,
     ) -> None:
-        """`policy` and `quorum`: how many engines a version needs. `settings` are shipped to every member.
+        """`commit_policy` and `quorum`: how many engines a version needs. `settings` are shipped to every member.
 
-        `ignore` are trainer tensors no engine has, by name or pattern (`visual.*`). `security`: its own key,
-        `controller.key` by default, and whom it admits; without it, `address` must be on loopback.
+        `policy` says who sends where several trainers hold the same bytes; `topology`, a preset or a .toml file, what
+        kind of hosts members are on. `ignore` are trainer tensors no engine has, by name or pattern (`visual.*`).
+        `plan`, instead of these three: a plan, or the file of one, to follow; members that differ from it are refused.
+        `security`: its own key, `controller.key` by default, and whom it admits; without it, `address` must be on
+        loopback.
         """
         if num_trainers < 1 or num_engine_ranks < 1 or ranks_per_engine < 1 or num_engine_ranks % ranks_per_engine:
             raise ConfigError(
@@ -144,14 +150,16 @@ class Controller:
                 hint="at least one of each, and a whole number of engines",
             )
         engines = dict.fromkeys(range(num_engine_ranks // ranks_per_engine), ranks_per_engine)
-        self._ledger = VersionLedger(num_trainers=num_trainers, engines=engines, policy=policy, quorum=quorum)
-        self._needed_engines = len(engines) if policy is CommitPolicy.ALL else quorum
+        self._ledger = VersionLedger(num_trainers=num_trainers, engines=engines, policy=commit_policy, quorum=quorum)
+        self._needed_engines = len(engines) if commit_policy is CommitPolicy.ALL else quorum
         self._who = Membership(
             num_trainers=num_trainers, num_engine_ranks=num_engine_ranks, ranks_per_engine=ranks_per_engine
         )
         self._settings = settings or TransferSettings()
-        self._cluster = cluster or load_topology("h100-ib400")
-        self._ignore = ignore
+        self._planning = Planning.of(policy=policy, topology=topology, ignore=ignore, plan=plan)
+        self._planning.check_members(
+            num_trainers=num_trainers, num_engine_ranks=num_engine_ranks, ranks_per_engine=ranks_per_engine
+        )
         self._name = secrets.token_hex(8)
         self._planned_round = 0
         """The round whose plan members have."""
@@ -482,10 +490,7 @@ class Controller:
         who = self._who
         trainers, engines = who.joins("trainer"), who.joins("engine")
         try:
-            plan = plan_members(
-                trainers, engines, self._cluster, ranks_per_engine=who.ranks_per_engine, ignore=self._ignore
-            )
-            digest = plan_file.digest(plan)
+            plan, digest = self._planning.plan(trainers, engines, ranks_per_engine=who.ranks_per_engine)
             transports = {link: choice.transport for link, choice in self._links.items()}
             parts = Parts(plan, digest, (trainers, engines), transports, self._settings)
         except WeftError as error:
@@ -516,6 +521,8 @@ class Controller:
         log.info("plan %s: %d bytes per version", self._plan_digest[:16], plan.total_bytes)
         for link, count in self.statistics().links.items():
             log.info("%d links: %s", count, link)
+        for line in who.hosts():
+            log.info("%s", line)
         self._let_go()
 
     def _refuse_misfits(self, error: WeftError) -> None:

@@ -22,6 +22,8 @@ from weft.transport.registry import Choice, choose
 Side = Literal["trainer", "engine"]
 MAX_CLOCK_STEP_NS = 86_400 * 10**9
 """How far the clocks of two controllers may differ."""
+MAX_NICS = 16
+"""Of one member, that are shown."""
 
 
 @dataclass(slots=True)
@@ -158,6 +160,18 @@ class Membership:
         now = time.monotonic()
         silent = {member: now - known.last_heard for member, known in self.members.items()}
         return {member: seconds for member, seconds in silent.items() if seconds > silence_s}
+
+    def hosts(self) -> list[str]:
+        """One line for each host: who is there, and which RDMA cards they see."""
+        by_host: dict[str, list[Join]] = {}
+        for join in (*self.joins("trainer").values(), *self.joins("engine").values()):
+            by_host.setdefault(join.place.host, []).append(join)
+        lines = []
+        for host, joins in by_host.items():
+            members = ", ".join(f"{join.side} {join.rank}" for join in joins)
+            nics = ", ".join(dict.fromkeys(nic for join in joins for nic in join.place.nics[:MAX_NICS]))
+            lines.append(f"host {host[:8]}: {members}; RDMA cards: {nics or 'none'}")
+        return lines
 
     def choose_links(self, settings: TransferSettings) -> dict[tuple[int, int], Choice]:
         """The transport of every link between a trainer and an engine rank."""

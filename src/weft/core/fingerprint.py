@@ -1,0 +1,29 @@
+"""64-bit fingerprints of rows of columns: equal rows of two tables have equal ones, whatever order they are in."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Keys = NDArray[np.uint64]
+
+
+def name_keys(names: Iterable[str]) -> Keys:
+    """A fingerprint of each name."""
+    digests = (hashlib.blake2b(name.encode(), digest_size=8).digest() for name in names)
+    return np.frombuffer(b"".join(digests), dtype="<u8")
+
+
+def mix(keys: Keys, *columns: NDArray[Any]) -> Keys:
+    """Fingerprints of rows that have these values beside what `keys` stands for: one round of SplitMix64 each."""
+    for column in columns:
+        for values in column.T if column.ndim == 2 else (column,):
+            mixed = keys + values.astype(np.uint64) + np.uint64(0x9E3779B97F4A7C15)
+            mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+            mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+            keys = mixed ^ (mixed >> np.uint64(31))
+    return keys

@@ -1,0 +1,115 @@
+"""How a controller comes to a plan: it makes one, by a policy over a topology, or follows one that was saved."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from weft.core import plan_file
+from weft.core.assign import Policy
+from weft.core.plan import Plan
+from weft.core.planner import parse_policy
+from weft.core.topology import Cluster, load_topology
+from weft.core.version import CommitPolicy
+from weft.errors import ConfigError
+from weft.runtime.compile.following import follow_plan
+from weft.runtime.compile.matching import plan_members
+from weft.runtime.control.messages import Join
+
+DEFAULT_TOPOLOGY = "h100-ib400"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Planning:
+    """What was asked for when the controller was started; wrong names and files are errors then."""
+
+    policy: Policy
+    cluster: Cluster
+    ignore: Sequence[str]
+    saved: Plan | None
+    """A plan to follow instead."""
+    saved_digest: str = ""
+
+    @classmethod
+    def of(
+        cls,
+        *,
+        policy: Policy | str | None,
+        topology: Cluster | Path | str | None,
+        ignore: Sequence[str],
+        plan: Plan | Path | str | None,
+    ) -> Planning:
+        """Checks and loads what was given; None: the default."""
+        if plan is not None and (policy is not None or topology is not None or ignore):
+            raise ConfigError(
+                "a saved plan together with `policy`, `topology` or `ignore`",
+                hint="the plan says all of it: give them to `weft plan`",
+            )
+        if isinstance(policy, CommitPolicy):
+            raise ConfigError(
+                f"`policy` is the commit policy `{policy}`, expected who sends",
+                hint=f"give it as `commit_policy`; policies: {', '.join(Policy)}",
+            )
+        saved = _saved_plan(plan)
+        return cls(
+            policy=parse_policy(Policy.BALANCED if policy is None else policy),
+            cluster=_cluster(DEFAULT_TOPOLOGY if topology is None else topology),
+            ignore=ignore,
+            saved=saved,
+            saved_digest="" if saved is None else plan_file.digest(saved),
+        )
+
+    def check_members(self, *, num_trainers: int, num_engine_ranks: int, ranks_per_engine: int) -> None:
+        """Raise if the saved plan is for other numbers of members."""
+        if self.saved is None:
+            return
+        recipe = self.saved.recipe
+        planned = (
+            self.saved.trainer.num_ranks,
+            recipe.engine.num_ranks,
+            recipe.engine.num_ranks // recipe.num_replicas,
+        )
+        if planned != (num_trainers, num_engine_ranks, ranks_per_engine):
+            raise ConfigError(
+                f"the plan is for {_members(*planned)}, the controller waits for "
+                f"{_members(num_trainers, num_engine_ranks, ranks_per_engine)}",
+                hint=f"--trainers {planned[0]} --engine-ranks {planned[1]} --ranks-per-engine {planned[2]}",
+            )
+
+    def plan(
+        self, trainers: Mapping[int, Join], engines: Mapping[int, Join], *, ranks_per_engine: int
+    ) -> tuple[Plan, str]:
+        """The plan between the members that joined, and its digest: that of the file, where there is one."""
+        if self.saved is not None:
+            return follow_plan(self.saved, trainers, engines, ranks_per_engine=ranks_per_engine), self.saved_digest
+        plan = plan_members(
+            trainers,
+            engines,
+            self.cluster,
+            ranks_per_engine=ranks_per_engine,
+            policy=self.policy,
+            ignore=self.ignore,
+        )
+        return plan, plan_file.digest(plan)
+
+
+def _members(num_trainers: int, num_engine_ranks: int, ranks_per_engine: int) -> str:
+    return f"{num_trainers} trainers and {num_engine_ranks} engine ranks in engines of {ranks_per_engine}"
+
+
+def _saved_plan(plan: Plan | Path | str | None) -> Plan | None:
+    if isinstance(plan, str | Path):
+        return plan_file.load(Path(plan))
+    if plan is not None and not isinstance(plan, Plan):
+        raise ConfigError(f"`plan` is a {type(plan).__name__}", hint="give the path of a saved plan, or a weft.Plan")
+    return plan
+
+
+def _cluster(topology: Cluster | Path | str) -> Cluster:
+    if isinstance(topology, str | Path):
+        return load_topology(str(topology))
+    if not isinstance(topology, Cluster):
+        hint = "a preset, a path to a .toml file, or what `weft.load_topology` gives"
+        raise ConfigError(f"`topology` is a {type(topology).__name__}", hint=hint)
+    return topology
