@@ -178,7 +178,7 @@ def test_a_revoked_trainer_reaches_nothing_that_is_used(tmp_path, transport):
             mine[:] = -1
             for way, batch in revoked._batches():
                 with contextlib.suppress(WeftError):
-                    way.post(batch, tag=3).wait(2.0)
+                    way.post_direct([batch], tag=3)[0].wait(2.0)
             update.commit()
             publication.wait_committed(BOUND_S)
         assert (engine == 2).all()

@@ -200,7 +200,7 @@ def test_one_trainer_with_another_model_is_refused_and_the_others_stay():
 
 
 @pytest.mark.parametrize(
-    "opened", [{"addresses": []}, {"addresses": [2**63]}, {"offers": {}}], ids=["too few", "impossible", "nothing"]
+    "opened", [{"landing": 0}, {"landing": 2**63}, {"offers": {}}], ids=["too few", "impossible", "nothing"]
 )
 def test_an_engine_that_opens_what_cannot_be_is_refused_by_name(opened):
     with (

@@ -12,6 +12,7 @@ import pytest
 
 from tests.support.arena import WAIT_S, Arena
 from tests.support.processes import Process
+from weft.core.planes import Planes
 from weft.errors import TransportError
 from weft.runtime.weights import Weights
 from weft.transport.shm import ShmTransport
@@ -64,10 +65,12 @@ def test_whatever_breaks_while_writing_reaches_the_tickets(monkeypatch):
             memory = target.allocate(source.nbytes)
             _, descriptor = target.register(memory.address, source.nbytes)
             peer = sender.connect(target.endpoint, [descriptor])
-            row = [np.array([n], dtype=np.uint64) for n in (source.ctypes.data, memory.address, source.nbytes)]
-            batches.append(sender.prepare(peer, *row))
+            src, dst, length = (np.array([n], np.uint64) for n in (source.ctypes.data, memory.address, source.nbytes))
+            one_row = {"rows": np.ones_like(src), "dst_stride": src * 0, "src_stride": src * 0}
+            batches.append(sender.prepare_direct(peer, [Planes(src=src, dst=dst, length=length, **one_row)]))
         broken = property(lambda _: 1 // 0)
         monkeypatch.setattr("weft.transport.host.LivingProcess.has_ended", broken)
-        for ticket in sender.post_all(batches, tag=1):
-            with pytest.raises(TransportError, match="by zero"):
-                ticket.wait(WAIT_S)
+        for together in (batches, batches[:1]):
+            for ticket in sender.post_direct(together, tag=1):
+                with pytest.raises(TransportError, match="by zero"):
+                    ticket.wait(WAIT_S)

@@ -67,7 +67,7 @@ class RawMember:
             )
             for name in opening.transports
         }
-        facts = {"round": opening.round, "offers": offers, "addresses": [4096]}
+        facts = {"round": opening.round, "offers": offers, "landing": 4096 if opening.landing_bytes else 0}
         answer = Opened(**(facts | changes))
         self.send(answer)
         return answer

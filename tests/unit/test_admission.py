@@ -11,6 +11,7 @@ import pytest
 
 from weft.core.version import MAX_STEP
 from weft.errors import LayoutError, ProtocolError, WeftError
+from weft.runtime.compile.parts import Opening
 from weft.runtime.control.messages import (
     Beat,
     Committed,
@@ -149,15 +150,30 @@ def opened(**changes: Any) -> Opened:
         {"live": bytes(16)},
         {"live": bytes(7)},
         {"live": np.array([2**63], dtype="<u8").tobytes()},
-        {"landing": 4096},
-        {"live": b"", "landing": -1},
-        {"live": b"", "patches": 2**63},
+        {"landing": -1},
+        {"patches": 2**63},
     ],
 )
 def test_what_was_opened_is_what_was_asked_for(changes):
-    check_opened(join(), opened(), {"shm"})
+    needed = Opening(is_live=True, landing_bytes=0, patch_bytes=0)
+    check_opened(join(), opened(), {"shm"}, needed)
     with pytest.raises(ProtocolError):
-        check_opened(join(), opened(**changes), {"shm"})
+        check_opened(join(), opened(**changes), {"shm"}, needed)
+
+
+@pytest.mark.parametrize(
+    ("needed", "good", "bad"),
+    [
+        ({"landing_bytes": 64}, {"landing": 4096}, {}),
+        ({"landing_bytes": 64}, {"landing": 4096}, {"landing": 2**63}),
+        ({"patch_bytes": 64}, {"patches": 4096}, {"landing": 4096}),
+    ],
+)
+def test_memory_beside_the_weights_is_opened_where_it_was_asked_for(needed, good, bad):
+    wanted = Opening(**({"is_live": False, "landing_bytes": 0, "patch_bytes": 0} | needed))
+    check_opened(join(), opened(live=b"", **good), {"shm"}, wanted)
+    with pytest.raises(ProtocolError):
+        check_opened(join(), opened(live=b"", **bad), {"shm"}, wanted)
 
 
 def part(**changes: Any) -> Part:

@@ -387,6 +387,9 @@ def _build(kind: type[Any], values: dict[str, Any], *, where: str) -> Any:
             raise ConfigError(f"{where}: unknown key `{name}`", hint=f"keys: {', '.join(known)}")
         if isinstance(value, tuple):
             continue
+        if name == "op_us":
+            _check_costs(value, where)
+            continue
         whole = name in _COUNTS
         if isinstance(value, bool) or not isinstance(value, int if whole else int | float) or not 0 <= value < 1e9:
             expected = "a whole number" if whole else "a number"
@@ -401,6 +404,15 @@ def _build(kind: type[Any], values: dict[str, Any], *, where: str) -> Any:
     except TypeError as error:
         missing = str(error).rpartition("argument")[2].strip(" s:")
         raise ConfigError(f"{where}: missing {missing}", hint=f"keys: {', '.join(known)}") from error
+
+
+def _check_costs(table: Any, where: str) -> None:
+    """Raise unless this is a table of transports and what one write costs each."""
+    numbers = table.values() if isinstance(table, Mapping) else [None]
+    if not all(isinstance(cost, int | float) and not isinstance(cost, bool) and 0 <= cost < 1e9 for cost in numbers):
+        raise ConfigError(
+            f"{where}: op_us is {table!r}", hint="give microseconds by transport: op_us = {{ nixl = 10 }}"
+        )
 
 
 def _check_nics(kind: HostKind, where: str) -> None:

@@ -34,7 +34,7 @@ from numpy.typing import NDArray
 
 from weft.core.planes import Planes
 from weft.devices import DeviceWork
-from weft.errors import PeerLost, RegistrationError, TransferTimeout, TransportError
+from weft.errors import PeerLost, RegistrationError, TransferTimeout, TransportError, WeftError
 from weft.transport.pages import Pages
 
 Column = NDArray[np.uint64]
@@ -172,6 +172,10 @@ class Ticket:
                 f"{timeout_s:.1f} s",
                 hint="the peer may be stalled; the version it belongs to must be aborted",
             ) from None
+        except WeftError:
+            raise
+        except Exception as error:
+            raise TransportError(f"writing to {self._batch.peer} failed: {error}") from error
 
 
 class Ranges:

@@ -7,6 +7,7 @@ anything is written; addresses follow from what members answer when they have op
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import cache
 
 import numpy as np
@@ -34,6 +35,17 @@ NUM_SLOTS = 4
 """Chunks of one link that lie in an engine's window at once."""
 SMALLEST_SLOT = 64 << 10
 Int64s = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Opening:
+    """The memory of an engine rank that trainers write."""
+
+    is_live: bool
+    """Its live weights."""
+    landing_bytes: int
+    """A landing area, or a window in front of the live weights."""
+    patch_bytes: int
 
 
 class Parts:
@@ -125,13 +137,13 @@ class Parts:
         """What each link carries in a version that is sent whole."""
         return self._wire_bytes
 
-    def landing_bytes(self, engine: int) -> int:
-        """The landing area an engine rank needs."""
-        return self._landing_bytes[engine]
-
-    def patch_bytes(self, engine: int) -> int:
-        """The memory an engine rank needs for patches."""
-        return self._patch_bytes[engine]
+    def opening(self, engine: int) -> Opening:
+        """The memory an engine rank has to open."""
+        is_delta = self._settings.delta is DeltaPolicy.ON
+        is_live = self._settings.mode is ReceiverMode.IN_PLACE and not is_delta
+        return Opening(
+            is_live=is_live, landing_bytes=self._landing_bytes[engine], patch_bytes=self._patch_bytes[engine]
+        )
 
     def send_plan(self, trainer: int, opened: Mapping[int, Opened]) -> SendPlan:
         """What one trainer writes. It begins with the engine rank of its own number, so that all are busy."""

@@ -14,6 +14,7 @@ from typing import Any, get_args
 from weft.core.layout import DTYPE_BYTES, MAX_DIMS, MAX_TENSOR_DIM, Shard, shard_problem
 from weft.core.version import MAX_FIRST, MAX_STEP, MAX_VERSION
 from weft.errors import LayoutError, ProtocolError
+from weft.runtime.compile.parts import Opening
 from weft.runtime.control.messages import FromEngine, FromTrainer, HeldShard, Join, Opened, Written, unpack
 
 MAX_SHARDS = 1_000_000
@@ -127,8 +128,8 @@ def _num_runs(shard: HeldShard) -> int:
     return math.prod(shard.extent) // max(run, 1)
 
 
-def check_opened(join: Join, opened: Opened, transports: Collection[str]) -> None:
-    """Raise unless a member has opened what it was asked to, with an address for every shard."""
+def check_opened(join: Join, opened: Opened, transports: Collection[str], needed: Opening | None = None) -> None:
+    """Raise unless a member has opened what it was asked to; `needed`: the memory an engine rank was asked for."""
     member = f"{join.side} {join.rank}"
     if set(opened.offers) < set(transports):
         raise ProtocolError(f"{member} opened {sorted(opened.offers)}, not {sorted(transports)}")
@@ -136,18 +137,18 @@ def check_opened(join: Join, opened: Opened, transports: Collection[str]) -> Non
         spoken = {offer.endpoint.transport, *(descriptor.transport for descriptor in offer.descriptors)}
         if spoken != {name} or offer.endpoint.member != member:
             raise ProtocolError(f"{member} offers {sorted(spoken)} of {offer.endpoint.member} as {name}")
-    if join.side == "engine":
-        _check_memory(member, join, opened)
+    if needed is not None:
+        _check_memory(member, len(join.held), opened, needed)
 
 
-def _check_memory(member: str, join: Join, opened: Opened) -> None:
-    """Raise unless an engine rank offers its live weights, an address for each, or memory beside them."""
-    has_own = bool(opened.landing or opened.patches)
-    if len(opened.live) != 8 * len(join.held) and not (has_own and not opened.live):
-        raise ProtocolError(f"{member} has {len(opened.live)} bytes of addresses for {len(join.held)} shards")
+def _check_memory(member: str, num_shards: int, opened: Opened, needed: Opening) -> None:
+    """Raise unless an engine rank offers what it was asked for: its live weights, or memory beside them."""
+    if len(opened.live) != (8 * num_shards if needed.is_live else 0):
+        raise ProtocolError(f"{member} has {len(opened.live)} bytes of addresses for {num_shards} shards")
     live = unpack(opened.live)
-    wrong = [*live[live >= MAX_ADDRESS][:3].tolist()]
-    wrong += [address for address in (opened.landing, opened.patches) if not 0 <= address < MAX_ADDRESS]
+    wrong = live[live >= MAX_ADDRESS][:3].tolist()
+    asked = ((opened.landing, needed.landing_bytes), (opened.patches, needed.patch_bytes))
+    wrong += [address for address, size in asked if not bool(size) <= address < MAX_ADDRESS]
     if wrong:
         raise ProtocolError(f"{member} names impossible addresses: {wrong}")
 

@@ -458,8 +458,8 @@ class Controller:
                     writers=self._writers_of(known),
                     settled=sorted(self._settled),
                     abandoned=known.join.rank in self._abandoned,
-                    landing_bytes=self._parts.landing_bytes(known.join.rank),
-                    patch_bytes=self._parts.patch_bytes(known.join.rank),
+                    landing_bytes=self._parts.opening(known.join.rank).landing_bytes,
+                    patch_bytes=self._parts.opening(known.join.rank).patch_bytes,
                 )
             self._send(member, message)
 
@@ -480,7 +480,9 @@ class Controller:
     def _opened(self, known: Member, message: Opened) -> None:
         if message.round != self._who.round:
             return
-        check_opened(known.join, message, set(known.transports.values()))
+        assert self._parts is not None
+        needed = self._parts.opening(known.join.rank) if known.join.side == "engine" else None
+        check_opened(known.join, message, set(known.transports.values()), needed)
         known.opened, known.blocked = message, ""
         if self._who.has_opened:
             self._ship_plan()

@@ -477,7 +477,7 @@ class Receiver:
             if self._pending is not None:
                 return False  # what was decided is in that memory: it is committed first
             self._intake.end_old(self._control.settings.silence_s)
-            self._arrivals, self._sent, self._ready = None, None, None
+            self._arrivals, self._sent, self._ready, self._landing = None, None, None, None
             self._memory.close_transports(beyond)
             if self._memory.give_up(beyond):
                 self._intake.forget_staged()
@@ -513,7 +513,7 @@ class Receiver:
         if self._has_patches:
             self._memory.make_room_for_patches(message.patch_bytes)
         self._writers = message.writers
-        self._ready = None  # what is staged is overwritten from now on
+        self._ready, self._landing = None, None  # what is staged is overwritten from now on
         if settings.mode is ReceiverMode.SHADOW:
             self._memory.stage(message.landing_bytes)
             self._offer(message.round)
@@ -706,6 +706,7 @@ class Receiver:
         """Leave."""
         self._control.close()
         self._intake.close()
+        self._arrivals, self._landing = None, None
         with self._changed:
             writers = self._exposure.alive() if self._is_under_way else ()
             self._memory.close(self._exposure.beyond_reach(writers, moved=False))
