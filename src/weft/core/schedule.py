@@ -1,8 +1,9 @@
 """Order and size of Chunks: what every sender writes when, under its staging budget.
 
 All routes of one (sender, receiver) pair form a stream of bytes, in plan order. The stream is cut into Chunks of
-at most `chunk_bytes`; a sender goes round its receivers, one Chunk each, starting at a different receiver than its
-neighbours, so that no receiver is hit by all senders at once. A sender holds at most `num_slots` Chunks that are
+at most `chunk_bytes`. A sender spreads the Chunks of each stream evenly over its whole time, so that all its streams end
+together; streams of equal length take turns, starting at a different receiver than its neighbours' do, so that no
+receiver is hit by all senders at once. A sender holds at most `num_slots` Chunks that are
 packed or converted but not yet written.
 
     schedule = make_schedule(plan)
@@ -35,6 +36,10 @@ class Schedule:
     """Share of the pair's bytes that pass through a slot."""
     phase: NDArray[np.int64]
     """Chunks of a later phase wait for the earlier ones; weft itself has a single phase."""
+    due: NDArray[np.float64]
+    """Which part of its stream goes before the chunk, 0 to 1: a sender sends in this order."""
+    share: NDArray[np.float64]
+    """Which part of its stream the chunk is."""
     starts: NDArray[np.int64]
     """Sender s has chunks `starts[s]` to `starts[s + 1]`."""
     num_slots: int
@@ -72,7 +77,8 @@ def make_schedule(plan: Plan, *, phase_of_row: Ints | None = None) -> Schedule:
     sender, receiver = np.divmod(pair, plan.topology.num_engines)
     chunk_phase = used[stream_row] // num_pairs
     turn = _turns(sender, receiver, plan)
-    order = np.lexsort((turn, nth, chunk_phase, sender))
+    due = (nth + (turn + 0.5) / plan.topology.num_engines) / num_chunks[stream_row]
+    order = np.lexsort((due, chunk_phase, sender))
     share = num_bytes / size[stream_row]
     return Schedule(
         sender=sender[order],
@@ -82,6 +88,8 @@ def make_schedule(plan: Plan, *, phase_of_row: Ints | None = None) -> Schedule:
         num_writes=(np.maximum(writes[stream_row] * share, 1))[order],
         packed_bytes=(packed_share[stream_row] * num_bytes)[order],
         phase=chunk_phase[order],
+        due=due[order],
+        share=share[order],
         starts=np.searchsorted(sender[order], np.arange(plan.topology.num_trainers + 1)),
         num_slots=max(plan.settings.max_staging_bytes // chunk_bytes, 1),
     )
