@@ -1,4 +1,4 @@
-"""Planner and simulator together against the optimum: no schedule of direct sends is 3% faster.
+"""Planner and simulator together against the optimum: no way of sending directly is 3% faster.
 
 For random networks a linear program chooses, for all bytes that the same trainer ranks hold and one engine rank wants,
 which part each holder sends, so that the busiest resource is done as early as possible. Resources and rates are the
@@ -26,23 +26,47 @@ from weft.core.trainer_layout import trainer_layout
 from weft.sim.costs import StageCosts
 from weft.sim.simulator import simulate
 
-NUM_NETWORKS = 240
+NUM_NETWORKS = 208
 CHUNKS_ON_BUSIEST = 64
+SMALLEST_CHUNK = 64 << 10
+"""As settings allow it."""
 MOST_OVER_OPTIMUM = 1.03
-TRAINERS = ("fsdp1", "ddp2", "ddp3", "ddp6", "fsdp3", "fsdp5", "hsdp2x2", "hsdp3x2", "hsdp2x3", "fsdp2.ep2", "fsdp2.ep2/hsdp2x2")
-ENGINES = (("tp1", 1), ("tp1", 3), ("tp1", 6), ("tp2", 1), ("tp2", 3), ("tp4", 1), ("ep2", 2), ("ep3", 2), ("tp2.ep2", 2))
+TRAINERS = (
+    "fsdp1",
+    "ddp2",
+    "ddp3",
+    "ddp6",
+    "fsdp3",
+    "fsdp5",
+    "hsdp2x2",
+    "hsdp3x2",
+    "hsdp2x3",
+    "fsdp2.ep2",
+    "fsdp2.ep2/hsdp2x2",
+)
+ENGINES = (
+    ("tp1", 1),
+    ("tp1", 3),
+    ("tp1", 6),
+    ("tp2", 1),
+    ("tp2", 3),
+    ("tp4", 1),
+    ("ep2", 2),
+    ("ep3", 2),
+    ("tp2.ep2", 2),
+)
 MODEL = build_model(
     "random networks",
     {
         "model_type": "qwen3_moe",
-        "hidden_size": 2048,
-        "num_hidden_layers": 6,
+        "hidden_size": 1024,
+        "num_hidden_layers": 3,
         "num_attention_heads": 16,
         "num_key_value_heads": 4,
         "head_dim": 128,
         "intermediate_size": 4096,
         "vocab_size": 32000,
-        "num_experts": 12,
+        "num_experts": 6,
         "moe_intermediate_size": 768,
     },
 )
@@ -53,22 +77,14 @@ def random_cluster(rng: np.random.Generator) -> Cluster:
     devices = int(rng.integers(1, 7))
     share = int(rng.integers(1, devices + 1)) if rng.random() < 0.4 else 1
     groups = [tuple(range(start, min(start + share, devices))) for start in range(0, devices, share)]
-    efficiency = float(rng.uniform(0.8, 1.0))
     rates = [10, 40, 100, 200, 400] if rng.random() < 0.6 else [100]
-    most_nics = 4 if rng.random() < 0.6 else 2
+    most_nics = 3 if rng.random() < 0.6 else 1
+    costs = {"efficiency": rng.uniform(0.8, 1.0), "latency_us": float(rng.choice([0.0, 10.0])), "gap_us": 0.1}
     nics = tuple(
-        Nic(
-            gbps=float(rng.choice(rates)),
-            devices=group,
-            rail=rail,
-            efficiency=efficiency,
-            latency_us=float(rng.choice([0, 10])),
-            gap_us=0.1,
-        )
+        Nic(gbps=float(rng.choice(rates)), devices=group, rail=rail, **costs)
         for rail, group in enumerate(groups)
-        for _ in range(int(rng.integers(1, most_nics)))
+        for _ in range(int(rng.integers(1, most_nics + 1)))
     )
-    nics = tuple(Nic(**{**_fields(nic), "latency_us": nics[0].latency_us}) for nic in nics)
     total_gbps = sum(nic.gbps for nic in nics)
     host = HostKind(
         devices=devices,
@@ -82,19 +98,17 @@ def random_cluster(rng: np.random.Generator) -> Cluster:
     return Cluster(name="random", host=host, placement=str(rng.choice(["separate", "packed"])))
 
 
-def _fields(nic: Nic) -> dict:
-    return {name: getattr(nic, name) for name in Nic.__slots__}
-
-
 def random_plan(rng: np.random.Generator) -> Plan:
-    """A plan over a random network, with Chunks small enough."""
-    layout = trainer_layout(MODEL, str(rng.choice(TRAINERS)))
-    engine, num_replicas = ENGINES[int(rng.integers(len(ENGINES)))]
-    recipe = engine_recipe(MODEL, engine, num_replicas=num_replicas)
-    topology = random_cluster(rng).place(num_trainers=layout.num_ranks, num_engines=recipe.engine.num_ranks)
-    plan = make_plan(trainer=layout, recipe=recipe, topology=topology)
-    chunk_bytes = _busiest_bytes(plan) // CHUNKS_ON_BUSIEST
-    return replace(plan, settings=Settings(chunk_bytes=chunk_bytes, max_staging_bytes=32 * chunk_bytes))
+    """A plan over a random network; its busiest resource carries as many Chunks as are asked for."""
+    while True:
+        layout = trainer_layout(MODEL, str(rng.choice(TRAINERS)))
+        engine, num_replicas = ENGINES[int(rng.integers(len(ENGINES)))]
+        recipe = engine_recipe(MODEL, engine, num_replicas=num_replicas)
+        topology = random_cluster(rng).place(num_trainers=layout.num_ranks, num_engines=recipe.engine.num_ranks)
+        plan = make_plan(trainer=layout, recipe=recipe, topology=topology)
+        chunk_bytes = _busiest_bytes(plan) // CHUNKS_ON_BUSIEST
+        if chunk_bytes >= SMALLEST_CHUNK:  # else nearly everything stays inside link domains
+            return replace(plan, settings=Settings(chunk_bytes=chunk_bytes, max_staging_bytes=32 * chunk_bytes))
 
 
 def _busiest_bytes(plan: Plan) -> int:
@@ -152,41 +166,10 @@ def _resources(plan: Plan, sender: NDArray, receiver: NDArray) -> tuple[NDArray,
     return resource, way, rates[first]
 
 
-def chunks_on_busiest(plan: Plan) -> int:
-    return 0
-
-
-def main() -> None:
-    import sys, time
-    worst = []
-    t = [0.0, 0.0, 0.0]
-    from weft.core.bound import balance
-    for number in range(int(sys.argv[1])):
-        rng = np.random.default_rng([5, number])
-        t0 = time.perf_counter()
-        plan = random_plan(rng)
-        t1 = time.perf_counter()
-        best = optimum_s(plan)
-        t2 = time.perf_counter()
-        sim = simulate(plan, costs=StageCosts(control_s=0.0))
-        t3 = time.perf_counter()
-        t = [t[0] + t1 - t0, t[1] + t2 - t1, t[2] + t3 - t2]
-        res = busy_s(plan)
-        worst.append((sim.transfer_s / best, res / best, sim.transfer_s / res, number, sim.num_chunks, best, plan.trainer.text, plan.recipe.engine.text, plan.topology.num_engines))
-    worst.sort(reverse=True)
-    print("times plan lp sim", t)
-    for w in worst[:30]:
-        print(*w)
-    a = np.array([w[:3] for w in worst])
-    print("over 1.03:", (a > 1.03).sum(axis=0), "max", a.max(axis=0), "median", np.median(a, axis=0))
-
-
-def busy_s(plan):
-    """makespan of the plan itself with simulator rates"""
-    s, r = np.nonzero(plan.pair_bytes)
-    resource, way, rate = _resources(plan, s, r)
-    return float((np.bincount(resource, weights=plan.pair_bytes[s, r][way], minlength=len(rate)) / rate).max())
-
-
-if __name__ == "__main__":
-    main()
+@pytest.mark.parametrize("seed", range(4))
+def test_no_choice_of_senders_and_no_order_is_much_faster(seed):
+    for number in range(NUM_NETWORKS // 4):
+        plan = random_plan(np.random.default_rng([seed, number]))
+        simulated = simulate(plan, costs=StageCosts(control_s=0.0))
+        over_optimum = simulated.transfer_s / optimum_s(plan)
+        assert 1 - 1e-6 <= over_optimum <= MOST_OVER_OPTIMUM, f"network {number} of seed {seed}: {plan.topology}"

@@ -236,10 +236,8 @@ def _share_ways(demand: Demand, sender: NDArray[np.int32]) -> None:
     num_engines = demand.topology.num_engines
     copies = np.diff(demand.first)
     receiver = demand.receivers.expand(demand.receiver_group).astype(np.int64)
-    wanted = np.bincount(
-        np.repeat(demand.holder_group.astype(np.int64), copies) * num_engines + receiver,
-        weights=np.repeat(demand.row_bytes, copies),
-    )
+    key = np.repeat(demand.holder_group.astype(np.int64), copies) * num_engines + receiver
+    wanted = np.bincount(key, weights=np.repeat(demand.row_bytes, copies)).astype(np.float64)
     used = np.flatnonzero(wanted)
     ways = find_ways(demand.topology, demand.holders, used // num_engines, used % num_engines)
     missing = best_shares(ways, wanted[used]) * wanted[used][ways.demand]

@@ -1,6 +1,6 @@
 """Which part of the same bytes every holder should send, where ways share resources: the best shares, cut anywhere.
 
-A *demand* is all that one engine rank wants of what one group of trainer ranks holds; every holder is a *way* to meet it.
+A *demand* is all that one engine rank wants of what one group of trainer ranks holds; each holder is a *way* for it.
 A way uses up to five resources: a port or link out, a port or link in, the uplinks of both hosts, cross-rail capacity.
 Shares that make the busiest resource least busy are the solution of a linear program. Here it is approached by prices:
 busy resources are dear, every demand moves from dear ways to cheap ones, and prices grow steeper as the shares settle.

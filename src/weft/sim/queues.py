@@ -40,7 +40,7 @@ class Journeys:
     phase: Ints
     """Of each Chunk: it starts when the phase is open."""
     due: Floats
-    """Of each Chunk: which part of its stream goes before it."""
+    """Of each Chunk: which part of its stream goes before its first packet."""
     share: Floats
     """Of each Chunk: which part of its stream it is."""
     latency_s: Floats

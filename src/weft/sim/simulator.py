@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,15 +28,15 @@ from weft.core.recipe import Op
 from weft.core.schedule import Schedule, make_schedule
 from weft.events import Recorder
 from weft.sim.costs import StageCosts
-from weft.sim.delta_size import patch_bytes
+from weft.sim.delta_size import apply_traffic, patch_bytes
 from weft.sim.queues import Floats, Journeys, Served, serve
 
 _STAGE_ORDER = ("amax", "h2d", "gather", "convert", "delta", "send", "receive")
 _EXITS = ("tx", "link out")
 MAX_CHUNKS = 60_000
 """Above this the simulator makes chunks larger; the predicted time hardly depends on it."""
-MOST_PACKETS = 8
-"""Packets of a chunk in small simulations; real ones have thousands, and the predicted time hardly depends on it."""
+MAX_PACKETS, MOST_PACKETS_PER_CHUNK = 20_000, 8
+"""Chunks of small simulations are sent in packets; the predicted time hardly depends on how many."""
 
 
 class Barrier(enum.StrEnum):
@@ -115,7 +116,7 @@ class _Kind:
 
     name: str
     key: Ints
-    seconds: Floats
+    seconds: NDArray[np.floating[Any]]
 
 
 class _Run:
@@ -217,10 +218,11 @@ class _Run:
         else:
             is_gate = np.isin(np.arange(len(chunk)), first[1:] - 1)
         local = self._plan.topology.is_local[schedule.sender, schedule.receiver]
+        num_packets = min(max(MAX_PACKETS // max(schedule.num_chunks, 1), 1), MOST_PACKETS_PER_CHUNK)
         return Journeys(
             sender=schedule.sender,
             phase=schedule.phase,
-            due=schedule.phase + schedule.due,
+            due=schedule.phase + schedule.before + schedule.turn * schedule.share / num_packets,
             share=schedule.share,
             latency_s=np.where(local, 0.0, self._plan.topology.nic.latency_us * 1e-6),
             first=first,
@@ -228,7 +230,7 @@ class _Run:
             seconds=seconds[chunk, column],
             is_stage=column < self._num_stages,
             is_gate=is_gate,
-            num_packets=max(min(MAX_CHUNKS // 3 // max(schedule.num_chunks, 1), MOST_PACKETS), 1),
+            num_packets=num_packets,
         )
 
     def prediction(self, recorder: Recorder | None) -> Prediction:
@@ -236,7 +238,7 @@ class _Run:
         plan, costs, options = self._plan, self._costs, self._options
         golden = (np.arange(plan.topology.num_trainers) * 0.6180339887) % 1.0
         journeys = self._journeys()
-        opens_s = golden * options.skew_s + costs.control_s + self._amax_s
+        opens_s = np.asarray(golden * options.skew_s + costs.control_s + self._amax_s, dtype=np.float64)
         served = serve(journeys, num_slots=self._schedule.num_slots, opens_s=opens_s)
         transfer_s = float(served.arrived_s.max(initial=0.0))
         verify_s, commit_s = self._after_transfer()
@@ -260,7 +262,7 @@ class _Run:
         plan, costs, mode = self._plan, self._costs, self._options.mode
         largest = float(plan.rx_bytes.max()) if plan.num_routes else 0.0
         verify_s = largest * self._sent_ratio / (self._copy_rate * costs.digest_of_copy)
-        apply_s = largest / (self._copy_rate * costs.apply_of_copy)
+        apply_s = largest * _apply_ratio(plan, self._options.delta_density) / (self._copy_rate * costs.apply_of_copy)
         if self._options.delta_density is not None and mode is not ReceiverMode.PATCH:
             verify_s += apply_s  # patches are applied to staged, or paused, weights before the commit
         commit_s = {
@@ -327,6 +329,18 @@ def _sent_ratio(plan: Plan, density: float | None) -> float:
         for width in np.unique(itemsize)
     )
     return float(patches / sent.sum())
+
+
+def _apply_ratio(plan: Plan, density: float | None) -> float:
+    """Seconds of applying patches of this density, over those of 1% of BF16, which are measured."""
+    if density is None or not plan.num_routes:
+        return 1.0
+    sent = plan.row_bytes * plan.fan_out
+    itemsize = plan.recipe.engine.itemsize[plan.dst]
+    traffic = sum(
+        float(sent[itemsize == width].sum()) * apply_traffic(density, width=int(width)) for width in np.unique(itemsize)
+    )
+    return float(traffic / sent.sum() / apply_traffic(0.01, width=2))
 
 
 def _port_seconds(ports: NDArray[np.int64], num_bytes: Floats, rate: Floats) -> Floats:
