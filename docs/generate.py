@@ -81,7 +81,7 @@ def plan_example() -> str:
         "each trainer sends": f"{sent['min'] / 1e9:.3f} GB to {sent['max'] / 1e9:.3f} GB, "
         f"busiest {sent['max'] / sent['mean']:.4f} × mean",
         "each engine receives": f"{received['min'] / 1e9:.3f} GB to {received['max'] / 1e9:.3f} GB",
-        "lower bound": f"{row['bound_s']:.3f} s ({row['bound_by']}); this plan needs "
+        "lower bound": f"{row['bound_s']:.3f} s for direct sends ({row['bound_by']}); this plan needs "
         f"{row['makespan_over_bound']:.4f} × that",
         "proven": "every destination byte is written exactly once",
         "planned in": f"{row['plan_s']:.1f} s, {row['peak_rss_bytes'] / 2**30:.2f} GiB",

@@ -99,3 +99,26 @@ def test_every_engine_tensor_is_somewhere_in_a_pipeline(name):
     whole = engine_recipe(model, "tp1")
     staged = engine_recipe(model, "pp2.tp1")
     assert {t.name for t in whole.engine.tensors} == {t.name for t in staged.engine.tensors}
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp8-block128"])
+@pytest.mark.parametrize("engine", ["tp1", "tp2"])
+def test_rows_that_are_cut_among_holders_arrive_whole(engine, dtype):
+    model = tiny_model("qwen3")
+    layout, recipe = trainer_layout(model, "ddp3"), engine_recipe(model, engine, dtype=dtype)
+    topology = load_topology("h100-ib400").place(num_trainers=3, num_engines=recipe.engine.num_ranks)
+    cut, uncut = (
+        make_plan(
+            trainer=layout,
+            recipe=recipe,
+            topology=topology,
+            policy=policy,
+            settings=Settings(min_write_bytes=1),
+        )
+        for policy in (Policy.BALANCED, Policy.RANK0)
+    )
+    assert cut.num_rows > uncut.num_rows
+    checkpoint = random_checkpoint(cut, seed=3)
+    found, wanted = execute(cut, checkpoint).tensors, execute(uncut, checkpoint).tensors
+    for rank, tensors in wanted.items():
+        assert all(same_bits(found[rank][name], tensors[name]) for name in tensors)

@@ -175,3 +175,22 @@ def test_trainers_that_share_a_device_share_its_rate(host_of_engine):
     shared, alone = found.tx_bytes[:2].sum(), found.tx_bytes[2]
     assert (shared, alone) == (600, 600)
     assert balance(found).over_bound >= 1.0
+
+
+def test_a_large_tensor_is_cut_among_its_holders():
+    layout, recipe = one_tensor_each({"a": 8 << 20}, {"a": [0, 1]}, 2)
+    made = plan(layout, recipe, "balanced")
+    assert made.tx_bytes.tolist() == [4 << 20, 4 << 20]
+    assert (made.src_lo[:, 0] % 128 == 0).all()
+    assert plan(layout, recipe, "greedy").num_rows == 1
+
+
+def test_a_scarce_receiving_port_is_spared_by_links():
+    """The holder on the engine's host sends nearly all: the others would have to pass the engine's slow NIC."""
+    nics = tuple(Nic(gbps=rate, devices=(d,)) for d, rate in enumerate([400, 10]))
+    host = HostKind(devices=2, nics=nics, link_gb_per_s=50, pinned_gb_per_s=20)
+    sizes = {f"t{i}": 10_000 for i in range(200)}
+    layout, recipe = one_tensor_each(sizes, dict.fromkeys(sizes, [0, 1, 2]), 3)
+    made = plan(layout, recipe, "balanced", Cluster(name="slow door", host=host, placement="packed"))
+    assert made.topology.is_local[:, 0].tolist() == [False, False, True]
+    assert made.tx_bytes[2] >= 0.95 * made.total_bytes

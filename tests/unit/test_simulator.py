@@ -10,8 +10,13 @@ import pytest
 from tests.unit.test_plan import small_plan
 from weft.config import ReceiverMode, Settings
 from weft.core.case import Case, plan_case
+from weft.core.catalog import load_model
+from weft.core.engine_layout import engine_recipe
 from weft.core.memory_cost import image_bytes, memory_cost
+from weft.core.planner import make_plan
 from weft.core.schedule import make_schedule
+from weft.core.topology import Cluster, HostKind, Nic
+from weft.core.trainer_layout import trainer_layout
 from weft.observe.trace import trace_events
 from weft.sim.costs import GatherCosts, StageCosts
 from weft.sim.simulator import Barrier, Options, simulate
@@ -42,8 +47,8 @@ def test_offsets_of_a_pair_follow_each_other(plan):
             assert schedule.stream_offset[rows].tolist() == [0, *ends[:-1].tolist()]
 
 
-def test_senders_start_with_different_receivers(plan):
-    schedule = make_schedule(plan)
+def test_senders_start_with_different_receivers():
+    schedule = make_schedule(plan_case(Case(model="qwen3-0.6b", trainer="fsdp4", engine="tp1", num_replicas=4)))
     assert len({int(schedule.receiver[schedule.of(s)[0]]) for s in range(4)}) == 4
 
 
@@ -130,6 +135,50 @@ def test_patches_shrink_the_wire_and_the_pause(plan):
     assert patched.stages["delta"] > 0
     dense = simulate(plan, options=replace(options, delta_density=1.0), costs=FREE)
     assert dense.wire_bytes == pytest.approx(whole.wire_bytes, rel=0.01)
+
+
+def test_patches_take_longer_to_apply_the_more_they_change(plan):
+    """The measured point is 1% of BF16; there the pause is the apply time at the measured rate."""
+    densities = (0.001, 0.01, 0.1, 1.0)
+    for mode in ReceiverMode:
+        options = [Options(mode=mode, delta_density=density) for density in densities]
+        seconds = [simulate(plan, options=one, costs=FREE).stages for one in options]
+        spent = [stages["verify"] + stages["commit"] for stages in seconds]
+        assert spent == sorted(set(spent))
+    patched = simulate(plan, options=Options(mode=ReceiverMode.PATCH, delta_density=0.01), costs=FREE)
+    copy_bytes_per_s = plan.topology.host.device_gb_per_s * 1e9
+    assert patched.pause_s == pytest.approx(plan.rx_bytes.max() / (copy_bytes_per_s * FREE.apply_of_copy))
+
+
+def slow_sender_plan(gbps: list[int]):
+    """Data-parallel trainers with NICs of unlike rates, one engine of two ranks."""
+    nics = tuple(Nic(gbps=rate, devices=(device,)) for device, rate in enumerate(gbps))
+    host = HostKind(devices=len(gbps), nics=nics, link_gb_per_s=450, pinned_gb_per_s=55)
+    model = load_model("qwen3-0.6b")
+    return make_plan(
+        trainer=trainer_layout(model, f"ddp{len(gbps)}"),
+        recipe=engine_recipe(model, "tp2"),
+        topology=Cluster(name="unlike", host=host).place(num_trainers=len(gbps), num_engines=2),
+        settings=Settings(chunk_bytes=4 << 20),
+    )
+
+
+def test_a_slow_sender_keeps_no_receiver_idle():
+    """A trainer with a tenth of the rate helps, or does no harm; before, receivers waited for it with others' bytes."""
+    alone = simulate(slow_sender_plan([400, 400]), costs=FREE)
+    helped = simulate(slow_sender_plan([400, 400, 40]), costs=FREE)
+    assert helped.transfer_s <= 1.01 * alone.transfer_s
+    assert helped.transfer_s <= 1.03 * max(helped.stages["send"], helped.stages["receive"])
+
+
+def test_streams_of_a_sender_end_together():
+    schedule = make_schedule(slow_sender_plan([400, 400]))
+    for sender in range(2):
+        rows = np.array(schedule.of(sender))
+        middle = rows[: len(rows) // 2]
+        half = [schedule.num_bytes[middle][schedule.receiver[middle] == receiver].sum() for receiver in range(2)]
+        whole = [schedule.num_bytes[rows][schedule.receiver[rows] == receiver].sum() for receiver in range(2)]
+        assert np.array(half) / np.array(whole) == pytest.approx([0.5, 0.5], abs=0.05)
 
 
 def test_memory_is_counted_once_for_replicas(plan):

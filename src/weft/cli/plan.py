@@ -113,6 +113,7 @@ def _plan_result(plan: Plan, plan_s: float) -> dict[str, Any]:
         "zero_copy_bytes": int(plan.row_bytes[plan.path == 0] @ plan.fan_out[plan.path == 0]),
         "bound_s": measured.bound_s,
         "bound_by": measured.bound_by,
+        "bound_for": "direct sends",
         "makespan_s": measured.makespan_s,
         "bottleneck": measured.bottleneck,
         "makespan_over_bound": measured.over_bound,
@@ -143,7 +144,9 @@ def _show_plan(plan: Plan, plan_s: float, *, as_json: bool) -> None:
         "each engine receives": f"{gb(received['min'])} to {gb(received['max'])}",
         "zero-copy": f"{zero_copy:.1%} of the bytes; the rest is packed or converted",
         "busiest": f"{result['bottleneck']}, {result['makespan_s']:.3f} s at line rate",
-        "lower bound": f"{result['bound_s']:.3f} s ({result['bound_by']}); this plan needs {over:.4f} × that",
+        "lower bound": (
+            f"{result['bound_s']:.3f} s for direct sends ({result['bound_by']}); this plan needs {over:.4f} × that"
+        ),
         "staging=cpu": (
             f"{gb(memory['staging_bytes'])} of host memory per trainer rank, "
             f"{gb(memory['staging_host_bytes'])} per host"

@@ -1,6 +1,7 @@
 """Who sends: the policies that choose a sender when several ranks hold the same bytes.
 
-`balanced`     largest first onto the holder whose port is free soonest, fewest-choices first, then refined
+`balanced`     largest first onto the holder whose port is free soonest, fewest-choices first, then refined; where
+               ways share ports, uplinks or rails, or end in links: the best shares of all holders together (`shares`)
 `greedy`       in list order, the holder with the least bytes so far (Chen; rl-weight-broadcast)
 `round_robin`  engine-rank affinity, few sessions per source (miles)
 `rank0`        the lowest rank that holds the bytes: the usual bottleneck, as a baseline
@@ -16,13 +17,11 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from weft.core.boxes import Ints
 from weft.core.layout import RankGroups
+from weft.core.shares import best_shares, find_ways
 from weft.core.topology import Topology
 
 MAX_REFINEMENTS = 20
-SHARED_ROUNDS = 16
-"""Holders that share a port, an uplink or cross-rail capacity raise it together: their classes are filled in steps."""
 
 
 class Policy(enum.StrEnum):
@@ -178,137 +177,81 @@ class _Class:
     """Routes that are interchangeable: same size, same holders and, where the way matters, same receiver."""
 
     routes: NDArray[np.int64]
-    holders: NDArray[np.int32]
+    group: int
+    """Of the holders."""
+    receiver: int
+    """0 where it does not matter."""
     num_bytes: int
     """Of one route."""
-    exits: NDArray[np.int64]
-    """Port or link each holder uses for these routes."""
-    crosses: NDArray[np.bool_]
-    """Whether each holder's way changes rail."""
-    cost: NDArray[np.float64]
-    """Seconds one route keeps each holder's exit busy."""
-    counts: NDArray[np.int64]
-    """Routes each holder was given."""
+
+    def give(self, sender: NDArray[np.int32], holders: NDArray[np.int32], counts: NDArray[np.int64]) -> None:
+        """Let every holder send as many of the routes as counted."""
+        sender[self.routes] = holders[_interleave(counts)]
 
 
 def _balanced(demand: Demand, sender: NDArray[np.int32]) -> None:
-    """Fill class by class, then take each class out and fill it again until the busiest exit stays the same.
+    """Where every sender is limited by its own port only, fill ports; elsewhere weigh all resources together."""
+    topology = demand.topology
+    ports = topology.port_of(topology.trainer_device)
+    if topology.is_uniform and len(np.unique(ports)) == len(ports):
+        _fill_ports(demand, sender)
+    else:
+        _share_ways(demand, sender)
+
+
+def _fill_ports(demand: Demand, sender: NDArray[np.int32]) -> None:
+    """Fill class by class, then take each class out and fill it again until the busiest port stays the same.
 
     A refill never raises the sum of squared levels, so refining comes close to the best balance that exists; `bound`
     says how close.
     """
-    exits = _Exits(demand.topology)
-    exits.add_forced(demand, sender)
-    classes = _classes(demand, exits)
-    for route_class in classes:
-        exits.fill(route_class)
-    busiest = exits.busiest()
-    for _ in range(MAX_REFINEMENTS):
-        for route_class in classes:
-            exits.take_out(route_class)
-            exits.fill(route_class)
-        if exits.busiest() >= busiest * (1 - 1e-6):
+    topology = demand.topology
+    rate = topology.port_rate(topology.port_of(topology.trainer_device))
+    copies = np.diff(demand.first)
+    forced = np.repeat(demand.is_forced, copies)
+    size = np.repeat(demand.row_bytes, copies)[forced].astype(np.float64)
+    level = np.bincount(sender[forced], weights=size, minlength=len(rate)) / rate
+    classes = _classes(demand, by_receiver=False)
+    counts: list[NDArray[np.int64]] = []
+    busiest = np.inf
+    for _ in range(1 + MAX_REFINEMENTS):
+        for i, route_class in enumerate(classes):
+            holders = demand.holders.of(route_class.group)
+            cost = route_class.num_bytes / rate[holders]
+            if i < len(counts):
+                level[holders] -= counts[i] * cost
+            else:
+                counts.append(np.zeros(len(holders), dtype=np.int64))
+            counts[i] = _water_fill(level[holders], cost, len(route_class.routes))
+            level[holders] += counts[i] * cost
+        if level.max() >= busiest * (1 - 1e-6):
             break
-        busiest = exits.busiest()
-    for route_class in classes:
-        sender[route_class.routes] = route_class.holders[_interleave(route_class.counts)]
+        busiest = float(level.max())
+    for route_class, count in zip(classes, counts, strict=True):
+        route_class.give(sender, demand.holders.of(route_class.group), count)
 
 
-class _Exits:
-    """How long every sender-side resource is busy: trainer ports, links inside a domain, host uplinks, cross-rail."""
-
-    def __init__(self, topology: Topology) -> None:
-        self._topology = topology
-        ports = topology.port_of(topology.trainer_device)
-        names, self._port = np.unique(ports, return_inverse=True)
-        devices, self._link = np.unique(topology.trainer_device, return_inverse=True)
-        self._rate = np.concatenate([topology.port_rate(names), np.full(len(devices), topology.link_bytes_per_s)])
-        self._first_link = len(names)
-        self._is_inside = bool(topology.is_local.all())
-        self.is_uniform = topology.is_uniform or self._is_inside
-        """Whether every sender reaches every engine the same way: through its port, or inside one domain."""
-        self._level = np.zeros(len(self._rate))
-        self._host = topology.host_of(topology.trainer_device)
-        num_hosts = int(self._host.max()) + 1
-        self._uplink_rate = topology.uplink_bytes_per_s
-        self._uplink_s = np.zeros(num_hosts)
-        self._cross_rate = topology.cross_rail_bytes_per_s
-        self._cross_s = np.zeros(num_hosts)
-
-    def busiest(self) -> float:
-        """Seconds of the busiest resource."""
-        return float(max(self._level.max(), self._uplink_s.max(), self._cross_s.max()))
-
-    def of(
-        self, holders: NDArray[np.int32], receiver: Ints | int | None
-    ) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-        """The exit each holder uses towards a receiver, and whether that changes rail (`None`: any receiver)."""
-        if receiver is None:
-            exits = self._first_link + self._link[holders] if self._is_inside else self._port[holders]
-            return exits, np.zeros(len(holders), dtype=bool)
-        local = self._topology.is_local[holders, receiver]
-        exits = np.where(local, self._first_link + self._link[holders], self._port[holders])
-        return exits, ~local & self._topology.changes_rail[holders, receiver]
-
-    def rate(self, exits: Ints) -> NDArray[np.float64]:
-        """Bytes per second of exits."""
-        return self._rate[exits]
-
-    def add_forced(self, demand: Demand, sender: NDArray[np.int32]) -> None:
-        """Count the routes that have no choice."""
-        copies = np.diff(demand.first)
-        forced = np.repeat(demand.is_forced, copies)
-        size = np.repeat(demand.row_bytes, copies)[forced].astype(np.float64)
-        receiver = None if self.is_uniform else demand.receivers.expand(demand.receiver_group)[forced]
-        exits, crosses = self.of(sender[forced], receiver)
-        self._add(sender[forced], exits, crosses, size)
-
-    def _add(self, holders: Ints, exits: Ints, crosses: NDArray[np.bool_], num_bytes: NDArray[np.float64]) -> None:
-        """Count bytes on every resource they pass."""
-        self._level += np.bincount(exits, weights=num_bytes, minlength=len(self._level)) / self._rate
-        wired, host = exits < self._first_link, self._host[holders]
-        num_hosts = len(self._uplink_s)
-        self._uplink_s += np.bincount(host, weights=num_bytes * wired, minlength=num_hosts) / self._uplink_rate
-        self._cross_s += np.bincount(host, weights=num_bytes * crosses, minlength=num_hosts) / self._cross_rate
-
-    def fill(self, route_class: _Class) -> None:
-        """Spread a class over its holders; holders that share an exit or a host's limit see each other's load."""
-        route_class.counts = np.zeros(len(route_class.holders), dtype=np.int64)
-        alone = len(np.unique(route_class.exits)) == len(route_class.exits)
-        shared = not alone or np.isfinite(self._uplink_rate) or np.isfinite(self._cross_rate)
-        left = len(route_class.routes)
-        step = -(-left // SHARED_ROUNDS) if shared else left
-        while left > 0:
-            taken = _water_fill(self._levels(route_class), self._costs(route_class), min(step, left))
-            self._count(route_class, taken)
-            route_class.counts += taken
-            left -= step
-
-    def _levels(self, route_class: _Class) -> NDArray[np.float64]:
-        """How busy each holder's way out is: its exit, or the limit of its host behind it."""
-        levels = self._level[route_class.exits].copy()
-        host = self._host[route_class.holders]
-        wired = route_class.exits < self._first_link
-        levels[wired] = np.maximum(levels, self._uplink_s[host])[wired]
-        levels[route_class.crosses] = np.maximum(levels, self._cross_s[host])[route_class.crosses]
-        return levels
-
-    def _costs(self, route_class: _Class) -> NDArray[np.float64]:
-        """Seconds one more route adds to the slowest resource of each way."""
-        wired = route_class.exits < self._first_link
-        cost = np.maximum(route_class.cost, np.where(wired, route_class.num_bytes / self._uplink_rate, 0))
-        return np.maximum(cost, np.where(route_class.crosses, route_class.num_bytes / self._cross_rate, 0))
-
-    def take_out(self, route_class: _Class) -> None:
-        """Undo a fill."""
-        self._count(route_class, -route_class.counts)
-
-    def _count(self, route_class: _Class, counts: NDArray[np.int64]) -> None:
-        num_bytes = counts.astype(np.float64) * route_class.num_bytes
-        self._add(route_class.holders, route_class.exits, route_class.crosses, num_bytes)
+def _share_ways(demand: Demand, sender: NDArray[np.int32]) -> None:
+    """Find the best shares as if bytes could be cut anywhere, then fill them with routes, the largest first."""
+    num_engines = demand.topology.num_engines
+    copies = np.diff(demand.first)
+    receiver = demand.receivers.expand(demand.receiver_group).astype(np.int64)
+    key = np.repeat(demand.holder_group.astype(np.int64), copies) * num_engines + receiver
+    wanted = np.bincount(key, weights=np.repeat(demand.row_bytes, copies)).astype(np.float64)
+    used = np.flatnonzero(wanted)
+    ways = find_ways(demand.topology, demand.holders, used // num_engines, used % num_engines)
+    missing = best_shares(ways, wanted[used]) * wanted[used][ways.demand]
+    number = {int(key): i for i, key in enumerate(used)}
+    for route_class in _classes(demand, by_receiver=True):
+        i = number[route_class.group * num_engines + route_class.receiver]
+        mine = slice(int(ways.first[i]), int(ways.first[i + 1]))
+        size = np.full(mine.stop - mine.start, float(route_class.num_bytes))
+        counts = _water_fill(-missing[mine], size, len(route_class.routes))
+        missing[mine] -= counts * size
+        route_class.give(sender, ways.sender[mine], counts)
 
 
-def _classes(demand: Demand, exits: _Exits) -> list[_Class]:
+def _classes(demand: Demand, *, by_receiver: bool) -> list[_Class]:
     """Interchangeable routes, those with the fewest possible senders first, then the largest first."""
     rows = np.flatnonzero(~demand.is_forced)
     first = demand.first
@@ -316,30 +259,21 @@ def _classes(demand: Demand, exits: _Exits) -> list[_Class]:
     routes = np.repeat(first[rows], copies) + np.arange(copies.sum()) - np.repeat(np.cumsum(copies) - copies, copies)
     group = np.repeat(demand.holder_group[rows], copies)
     size = np.repeat(demand.row_bytes[rows], copies)
-    uniform = exits.is_uniform
     receiver = (
-        np.zeros(len(routes), dtype=np.int64) if uniform else demand.receivers.expand(demand.receiver_group[rows])
+        demand.receivers.expand(demand.receiver_group[rows]) if by_receiver else np.zeros(len(routes), dtype=np.int64)
     )
     order = np.lexsort((receiver, group, -size, demand.holders.sizes[group]))
     keys = np.stack([group[order], size[order], receiver[order]])
     starts = np.flatnonzero(np.concatenate([[True], (keys[:, 1:] != keys[:, :-1]).any(axis=0)]))
-    found = []
-    for start, end in zip(starts, np.append(starts[1:], len(order)), strict=True):
-        holders = demand.holders.of(int(keys[0, start]))
-        ways, crosses = exits.of(holders, None if uniform else int(keys[2, start]))
-        num_bytes = int(keys[1, start])
-        found.append(
-            _Class(
-                routes=np.sort(routes[order[start:end]]),
-                holders=holders,
-                num_bytes=num_bytes,
-                exits=ways,
-                crosses=crosses,
-                cost=num_bytes / exits.rate(ways),
-                counts=np.zeros(len(holders), dtype=np.int64),
-            )
+    return [
+        _Class(
+            routes=np.sort(routes[order[start:end]]),
+            group=int(keys[0, start]),
+            receiver=int(keys[2, start]),
+            num_bytes=int(keys[1, start]),
         )
-    return found
+        for start, end in zip(starts, np.append(starts[1:], len(order)), strict=True)
+    ]
 
 
 def _interleave(counts: NDArray[np.int64]) -> NDArray[np.int64]:

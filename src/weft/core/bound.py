@@ -1,4 +1,7 @@
-"""How good a plan is: the time its busiest resource needs, and a lower bound no plan can beat.
+"""How good a plan is: the time its busiest resource needs, and a lower bound no plan of direct sends can beat.
+
+Direct means that every byte goes straight from a trainer rank that holds it to the engine rank that wants it, as in all
+of weft's plans. Engines that pass bytes on to each other could be faster where replicas want the same bytes.
 
 Resources are trainer ports (transmit), engine ports (receive), links inside a domain, host uplinks, and cross-rail
 capacity. The makespan is the busiest one's bytes over its line rate, or its writes times the NIC's gap.
@@ -24,7 +27,7 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Balance:
-    """Makespan and bound of a plan, in seconds, with the resource that decides each."""
+    """Makespan of a plan and bound for direct sends, in seconds, with the resource that decides each."""
 
     makespan_s: float
     bottleneck: str

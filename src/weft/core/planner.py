@@ -1,10 +1,10 @@
 """From two layouts to a proven plan.
 
 1. Every piece of the recipe is intersected with the shards of its source: rows of boxes (vectorised, in blocks).
-2. A policy chooses who sends each row to each engine rank (`assign`).
+2. A policy chooses who sends each row to each engine rank (`assign`); for `balanced`, large rows are cut before.
 3. Per row: straight from the parameter's memory, or packed.
 4. The result is proven to write every destination byte exactly once (`proof`) and compared with a lower bound
-   (`bound`).
+   of direct sends (`bound`).
 
     plan = make_plan(trainer=layout, recipe=recipe, topology=topology)
 """
@@ -23,13 +23,15 @@ from weft.core.boxes import Ints
 from weft.core.layout import Layout, Tensor
 from weft.core.plan import Path, Plan, piece_sources, route_boxes, scale_name
 from weft.core.proof import prove
-from weft.core.recipe import Op, Recipe, ignored_tensors, to_destination_dims, widen
-from weft.core.scaling import Scaling, scale_shape
+from weft.core.recipe import Op, Recipe, ignored_tensors, to_destination_dims, to_source_dims, widen
+from weft.core.scaling import QUANT_BLOCK, Scaling, scale_shape
 from weft.core.topology import Topology
 from weft.errors import ConfigError, LayoutError, PlanError
 
 MAX_ROUTES = 200_000_000
 """Largest plan weft makes; Kimi-K2 over 256 → 128 ranks has 26 million routes."""
+ROWS_PER_SENDER = 32
+"""Policy `balanced` cuts rows that are larger than this part of what a sender sends on average."""
 CANDIDATES_PER_BLOCK = 2_000_000
 """Piece-shard pairs intersected at once: bounds the memory of planning."""
 
@@ -58,6 +60,9 @@ def make_plan(
     on_progress("intersecting pieces with shards")
     piece, shard = _candidates(recipe, sources)
     piece, shard, dst_lo, src_lo, extent = _intersect(recipe, sources, piece, shard)
+    if chosen is Policy.BALANCED:
+        most = _most_row_bytes(recipe, topology, settings, piece, extent)
+        piece, shard, dst_lo, src_lo, extent = _cut_large(recipe, sources, most, piece, shard, dst_lo, src_lo, extent)
     on_progress(f"choosing senders ({chosen})")
     demand = _demand(recipe, sources, topology, piece, shard, extent)
     plan = Plan(
@@ -198,6 +203,45 @@ def _intersect(recipe: Recipe, sources: Layout, piece: Ints, shard: Ints) -> tup
         blocks.append(tuple(column[overlaps].astype(np.int32) for column in columns))
     joined = [np.concatenate(columns) for columns in zip(*blocks, strict=True)]
     return joined[0], joined[1], joined[2], joined[3], joined[4]
+
+
+def _most_row_bytes(recipe: Recipe, topology: Topology, settings: Settings, piece: Ints, extent: Ints) -> float:
+    """Rows that may be shared by several senders should be small beside what a sender sends."""
+    engine, dst = recipe.engine, recipe.dst[piece]
+    num_copies = engine.groups.sizes[engine.group_of[dst]]
+    total = float((boxes.volume(extent) * engine.itemsize[dst] * num_copies).sum())
+    return max(total / (topology.num_trainers * ROWS_PER_SENDER), 4.0 * settings.min_write_bytes)
+
+
+def _cut_large(
+    recipe: Recipe, sources: Layout, most: float, piece: Ints, shard: Ints, dst_lo: Ints, src_lo: Ints, extent: Ints
+) -> tuple[Ints, Ints, Ints, Ints, Ints]:
+    """Cut larger rows that several ranks hold, along their first long dimension, between blocks that share a scale."""
+    row_bytes = boxes.volume(extent) * recipe.engine.itemsize[recipe.dst[piece]]
+    is_large = (sources.groups.sizes[sources.group_of[shard]] > 1) & (row_bytes > most)
+    if not is_large.any():
+        return piece, shard, dst_lo, src_lo, extent
+    axes = recipe.axes[piece]
+    src_extent = to_source_dims(extent, axes)
+    dim = np.argmax(src_extent >= 2 * QUANT_BLOCK, axis=1)
+    row = np.arange(len(piece))
+    lo, length = src_lo[row, dim], src_extent[row, dim]
+    is_large &= length >= 2 * QUANT_BLOCK
+    num_blocks = -(-(lo + length) // QUANT_BLOCK) - lo // QUANT_BLOCK
+    num_parts = np.where(is_large, np.minimum(np.ceil(row_bytes / most), num_blocks), 1).astype(np.int64)
+    row = np.repeat(row, num_parts)
+    nth = np.arange(len(row)) - np.repeat(np.cumsum(num_parts) - num_parts, num_parts)
+    first_block, end = lo[row] // QUANT_BLOCK, lo[row] + length[row]
+    begins = (first_block + nth * num_blocks[row] // num_parts[row]) * QUANT_BLOCK
+    ends = (first_block + (nth + 1) * num_blocks[row] // num_parts[row]) * QUANT_BLOCK
+    begins = np.where(is_large[row], np.maximum(begins, lo[row]), lo[row])
+    ends = np.where(is_large[row], np.minimum(ends, end), end)
+    part = np.arange(len(row))
+    part_lo, part_extent = src_lo[row], src_extent[row]
+    part_lo[part, dim[row]], part_extent[part, dim[row]] = begins, ends - begins
+    moved = to_destination_dims(part_lo - src_lo[row], axes[row], 0)
+    part_dst_lo = (dst_lo[row] + moved).astype(np.int32)
+    return piece[row], shard[row], part_dst_lo, part_lo, to_destination_dims(part_extent, axes[row], 1)
 
 
 def _paths(recipe: Recipe, sources: Layout, settings: Settings, piece: Ints, shard: Ints, extent: Ints) -> Ints:

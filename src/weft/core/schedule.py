@@ -1,9 +1,9 @@
 """Order and size of Chunks: what every sender writes when, under its staging budget.
 
 All routes of one (sender, receiver) pair form a stream of bytes, in plan order. The stream is cut into Chunks of
-at most `chunk_bytes`; a sender goes round its receivers, one Chunk each, starting at a different receiver than its
-neighbours, so that no receiver is hit by all senders at once. A sender holds at most `num_slots` Chunks that are
-packed or converted but not yet written.
+at most `chunk_bytes`. A sender spreads the Chunks of each stream evenly over its whole time, so that all its streams
+end together; receivers take turns, and senders start with different receivers, so that no receiver is hit by all
+senders at once. A sender holds at most `num_slots` Chunks that are packed or converted but not yet written.
 
     schedule = make_schedule(plan)
     schedule.of(sender=3)          # row numbers of this sender's chunks, in order
@@ -35,6 +35,12 @@ class Schedule:
     """Share of the pair's bytes that pass through a slot."""
     phase: NDArray[np.int64]
     """Chunks of a later phase wait for the earlier ones; weft itself has a single phase."""
+    before: NDArray[np.float64]
+    """Which part of its stream goes before the chunk, 0 to 1."""
+    share: NDArray[np.float64]
+    """Which part of its stream the chunk is."""
+    turn: NDArray[np.float64]
+    """Which part of a round of its sender goes before its receiver, 0 to 1."""
     starts: NDArray[np.int64]
     """Sender s has chunks `starts[s]` to `starts[s + 1]`."""
     num_slots: int
@@ -72,8 +78,8 @@ def make_schedule(plan: Plan, *, phase_of_row: Ints | None = None) -> Schedule:
     sender, receiver = np.divmod(pair, plan.topology.num_engines)
     chunk_phase = used[stream_row] // num_pairs
     turn = _turns(sender, receiver, plan)
-    order = np.lexsort((turn, nth, chunk_phase, sender))
-    share = num_bytes / size[stream_row]
+    before, share = offset / size[stream_row], num_bytes / size[stream_row]
+    order = np.lexsort((before + turn * share, chunk_phase, sender))
     return Schedule(
         sender=sender[order],
         receiver=receiver[order],
@@ -82,6 +88,9 @@ def make_schedule(plan: Plan, *, phase_of_row: Ints | None = None) -> Schedule:
         num_writes=(np.maximum(writes[stream_row] * share, 1))[order],
         packed_bytes=(packed_share[stream_row] * num_bytes)[order],
         phase=chunk_phase[order],
+        before=before[order],
+        share=share[order],
+        turn=turn[order],
         starts=np.searchsorted(sender[order], np.arange(plan.topology.num_trainers + 1)),
         num_slots=max(plan.settings.max_staging_bytes // chunk_bytes, 1),
     )
@@ -93,10 +102,10 @@ def _stream_writes(plan: Plan, pair: Ints, size: Ints) -> NDArray[np.float64]:
     return np.asarray(pair_writes[pair] * (size / pair_bytes[pair]))
 
 
-def _turns(sender: Ints, receiver: Ints, plan: Plan) -> Ints:
-    """Position of a receiver in its sender's round: senders start evenly spread over the receivers."""
+def _turns(sender: Ints, receiver: Ints, plan: Plan) -> NDArray[np.float64]:
+    """Position of a receiver in its sender's round, 0 to 1: senders start evenly spread over the receivers."""
     num_engines, num_trainers = plan.topology.num_engines, plan.topology.num_trainers
     start = (
         sender * num_engines // num_trainers if num_trainers >= num_engines else sender * (num_engines // num_trainers)
     )
-    return (receiver - start) % num_engines
+    return np.asarray(((receiver - start) % num_engines + 0.5) / num_engines)

@@ -89,7 +89,12 @@ class StageCosts:
     encode_of_copy: float = 0.83
     """Rate of making patches, in bytes of weights, over the one-way copy rate (measured: 1.75 of 2.1 TB/s)."""
     apply_of_copy: float = 2.1
-    """Rate of applying a patch of 1%, in bytes of weights, over the one-way copy rate (measured: 4.4 of 2.1 TB/s)."""
+    """Rate of applying BF16 patches of 1%, in bytes of weights, over the one-way copy rate (measured: 4.4 of 2.1 TB/s).
+
+    Other densities and widths are not measured. Assumed: applying takes the time of its memory traffic, which is the
+    patch, read once, and every 128-byte cache line with a change in it, read and written (`delta_size.apply_traffic`).
+    That alone gives 2.08 at 1%, so the measured rate is one of traffic, and scales with it: 0.96 at 10%, 0.67 at 100%.
+    """
     control_s: float = 0.001
     """One round of control messages (assumed)."""
     num_control_rounds: int = 3

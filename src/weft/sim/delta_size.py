@@ -1,4 +1,4 @@
-"""How many bytes a delta needs, from the fraction of elements that changed.
+"""How many bytes a delta needs, and how many its application touches, from the fraction of elements that changed.
 
 Positions of n changes among N elements carry H(p)/p bits per change (p = n/N, H the binary entropy); a good gap coder
 comes close to that. Values add a constant number of bits. Published encodings with fixed fields are modelled as such.
@@ -37,3 +37,17 @@ def patch_bytes(num_elements: float, density: float, *, width: int) -> float:
     changed_blocks = num_blocks * (1 - (1 - density) ** BLOCK)
     record = GROUPS * changed_blocks + num_elements * density * (1 + (4 if width == 4 else 1))
     return 8 * num_blocks + min(record, num_elements * width)
+
+
+LINE_BYTES = 128
+"""Cache line of a GPU: the least that is read and written where one element changes."""
+
+
+def apply_traffic(density: float, *, width: int) -> float:
+    """Bytes read and written per byte of weights when a patch is applied, changes spread evenly.
+
+    The patch is read; every line with a change is read and written.
+    """
+    patch = patch_bytes(BLOCK, density, width=width) / (BLOCK * width)
+    touched = 1 - (1 - density) ** (LINE_BYTES / width)
+    return patch + 2 * touched

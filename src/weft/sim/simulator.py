@@ -1,9 +1,11 @@
 """Runs a Schedule over a Topology: when does the last engine have its last byte?
 
-Every Chunk passes the stages of its sender in order (host→device copy, gather for systems that gather, convert), then
-its sender's NIC and its receiver's NIC, or the link inside a domain. Each is a resource that serves one Chunk at a
-time; different stages overlap. A Chunk may start only when one of its sender's slots is free. NICs charge a gap per
-write and bytes over the rate they really reach.
+Every Chunk passes the stages of its sender in order (host→device copy, gather for systems that gather, convert, delta),
+then the network: its sender's NIC, the uplinks and cross-rail capacity of hosts where they are limited, and its
+receiver's NIC; or the links inside a domain. Chunks queue at each of these resources and are served in order of arrival
+(`weft.sim.queues`); different resources overlap. A sender's NIC does not wait for a busy receiver: it goes on with
+Chunks for others, as long as the sender has slots. NICs charge a gap per write and bytes over the rate they really
+reach.
 
     prediction = simulate(plan)
     prediction.predicted_s, prediction.pause_s, prediction.stages
@@ -12,8 +14,8 @@ write and bytes over the rate they really reach.
 from __future__ import annotations
 
 import enum
-import heapq
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,12 +28,15 @@ from weft.core.recipe import Op
 from weft.core.schedule import Schedule, make_schedule
 from weft.events import Recorder
 from weft.sim.costs import StageCosts
-from weft.sim.delta_size import patch_bytes
+from weft.sim.delta_size import apply_traffic, patch_bytes
+from weft.sim.queues import Floats, Journeys, Served, serve
 
-Floats = NDArray[np.float64]
 _STAGE_ORDER = ("amax", "h2d", "gather", "convert", "delta", "send", "receive")
+_EXITS = ("tx", "link out")
 MAX_CHUNKS = 60_000
 """Above this the simulator makes chunks larger; the predicted time hardly depends on it."""
+MAX_PACKETS, MOST_PACKETS_PER_CHUNK = 20_000, 8
+"""Chunks of small simulations are sent in packets; the predicted time hardly depends on how many."""
 
 
 class Barrier(enum.StrEnum):
@@ -102,93 +107,42 @@ def simulate(
         coarse = plan.total_bytes // MAX_CHUNKS
         sized = replace(sized, chunk_bytes=coarse, max_staging_bytes=max(sized.max_staging_bytes, 2 * coarse))
     schedule = make_schedule(replace(plan, settings=sized), phase_of_row=phase_of_row)
-    run = _Run(plan, schedule, options, costs, Recorder() if record else None)
-    num_phases = int(schedule.phase.max()) + 1 if schedule.num_chunks else 0
-    for phase in range(num_phases):
-        run.phase(phase, prepare[phase] if prepare else None)
-    return run.prediction()
+    return _Run(plan, schedule, options, costs, prepare).prediction(Recorder() if record else None)
 
 
-class _Line:
-    """A resource that serves one chunk at a time: a direction of a NIC port, a link, a host's limit."""
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """One kind of stop: which of these resources each Chunk uses, and for how long (0: not at all)."""
 
-    def __init__(self, keys: NDArray[np.int64], rate: Floats | float) -> None:
-        _, positions = np.unique(keys, return_inverse=True)
-        self._of = positions.tolist()
-        self._rate = np.broadcast_to(np.asarray(rate, dtype=np.float64), len(keys)).tolist()
-        self._free = [0.0] * (max(self._of, default=0) + 1)
-
-    def free_at(self, rank: int) -> float:
-        """When the rank's resource can take the next chunk."""
-        return self._free[self._of[rank]]
-
-    def serve(self, rank: int, start_s: float, size: float, least_s: float = 0.0) -> float:
-        """Keep the rank's resource busy with some bytes, for at least `least_s`; returns the end."""
-        begin = max(start_s, self._free[self._of[rank]])
-        end = self._free[self._of[rank]] = begin + max(size / self._rate[rank], least_s)
-        return end
+    name: str
+    key: Ints
+    seconds: NDArray[np.floating[Any]]
 
 
 class _Run:
-    """State of one simulated update: when every resource is next free."""
+    """One simulated update: the journeys of its Chunks, and what came of them."""
 
     def __init__(
-        self, plan: Plan, schedule: Schedule, options: Options, costs: StageCosts, recorder: Recorder | None
+        self,
+        plan: Plan,
+        schedule: Schedule,
+        options: Options,
+        costs: StageCosts,
+        prepare: list[Prepare] | None,
     ) -> None:
-        topology, host = plan.topology, plan.topology.host
+        topology = plan.topology
         self._plan, self._schedule, self._options, self._costs = plan, schedule, options, costs
-        self._recorder = recorder
-        num_trainers = topology.num_trainers
-        trainers, engines = topology.trainer_device, topology.engine_device
         reached = topology.nic.efficiency
-        self._tx_rate = topology.port_rate(topology.port_of(trainers)) * reached
-        self._rx_rate = topology.port_rate(topology.port_of(engines)) * reached
-        self._tx = _Line(topology.port_of(trainers), self._tx_rate)
-        self._rx = _Line(topology.port_of(engines), self._rx_rate)
-        self._link_out = _Line(trainers, topology.link_bytes_per_s)
-        self._link_in = _Line(engines, topology.link_bytes_per_s)
-        self._uplink_out = _Line(topology.host_of(trainers), topology.uplink_bytes_per_s)
-        self._uplink_in = _Line(topology.host_of(engines), topology.uplink_bytes_per_s)
-        self._cross = _Line(topology.host_of(trainers), topology.cross_rail_bytes_per_s)
-        self._stage_free = {stage: [0.0] * num_trainers for stage in ("h2d", "gather", "convert", "delta")}
-        self._busy: dict[str, Floats] = {}
-        self._copy_rate = host.device_gb_per_s * 1e9
-        convert_rate = self._copy_rate * costs.convert_of_copy
-        is_delta = options.delta_density is not None
-        packed = schedule.num_bytes if is_delta else schedule.packed_bytes  # patches are made from a packed image
-        self._convert_s = packed * _source_ratio(plan) / convert_rate
-        self._delta_s = schedule.num_bytes * float(is_delta) / (self._copy_rate * costs.encode_of_copy)
+        self._tx_rate = topology.port_rate(topology.port_of(topology.trainer_device)) * reached
+        self._rx_rate = topology.port_rate(topology.port_of(topology.engine_device)) * reached
+        self._copy_rate = topology.host.device_gb_per_s * 1e9
         self._sent_ratio = _sent_ratio(plan, options.delta_density)
-        self._num_writes = np.ones_like(schedule.num_writes) if is_delta else schedule.num_writes
-        golden = (np.arange(num_trainers) * 0.6180339887) % 1.0
-        amax_s = _amax_s(plan, self._copy_rate, costs)
-        self._opens = (golden * options.skew_s + costs.control_s + amax_s).tolist()
-        self._done: list[list[float]] = [[] for _ in range(num_trainers)]
-        self._gather_end = 0.0
-        self._write_end = 0.0
-        self._busy["amax"] = np.array([amax_s])
-
-    def phase(self, phase: int, prepare: Prepare | None) -> None:
-        """Run all chunks of one phase; later phases open when this one's work allows."""
-        schedule = self._schedule
-        queues = [[i for i in schedule.of(s) if schedule.phase[i] == phase] for s in range(len(self._opens))]
-        work = prepare or self._own_work()
-        h2d = _spread(work.h2d_s, queues)
-        gather = _spread(work.gather_s, queues)
-        nic = _spread(work.gather_nic_s, queues)
-        position = [0] * len(queues)
-        waiting = [(self._prepared(queue[0], h2d[s], gather[s]), s) for s, queue in enumerate(queues) if queue]
-        heapq.heapify(waiting)
-        while waiting:
-            ready, s = heapq.heappop(waiting)
-            self._write(queues[s][position[s]], ready, nic[s])
-            position[s] += 1
-            if position[s] < len(queues[s]):
-                heapq.heappush(waiting, (self._prepared(queues[s][position[s]], h2d[s], gather[s]), s))
-        for stage, seconds in (("h2d", work.h2d_s), ("gather", work.gather_s)):
-            self._busy[stage] = self._busy.get(stage, np.zeros_like(seconds)) + seconds
-        opens = self._gather_end if self._options.barrier is Barrier.PREPARED else self._write_end
-        self._opens = [max(own, opens) for own in self._opens]
+        self._amax_s = _amax_s(plan, self._copy_rate, costs)
+        num_phases = int(schedule.phase.max(initial=0)) + 1
+        self._work = prepare or [self._own_work()] * num_phases
+        stages = self._stage_kinds()
+        self._num_stages = len(stages)
+        self._kinds = stages + self._network_kinds()
 
     def _own_work(self) -> Prepare:
         """weft's own way: every weight that is sent at all is read from host memory once; nothing is gathered."""
@@ -198,121 +152,170 @@ class _Run:
         h2d_s = read / (host.pinned_gb_per_s * 1e9) if self._options.offloaded else none
         return Prepare(h2d_s=h2d_s, gather_s=none, gather_nic_s=none)
 
-    def _prepared(self, chunk: int, h2d_s: float, gather_s: float) -> float:
-        """When a chunk is ready to be written."""
-        s = int(self._schedule.sender[chunk])
-        done, slots = self._done[s], self._schedule.num_slots
-        start = self._opens[s]
-        if len(done) >= slots:
-            start = max(start, done[len(done) - slots])
-        for stage, seconds in (
-            ("h2d", h2d_s),
-            ("gather", gather_s),
-            ("convert", float(self._convert_s[chunk])),
-            ("delta", float(self._delta_s[chunk])),
-        ):
-            if seconds:
-                free = self._stage_free[stage]
-                begin = max(start, free[s])
-                start = free[s] = begin + seconds
-                self._span(stage, s, chunk, begin, start, lane=stage)
-                if stage == "gather":
-                    self._gather_end = max(self._gather_end, start)
-        return start
+    def _stage_kinds(self) -> list[_Kind]:
+        """Stops on a Chunk's sender, before it is written."""
+        schedule, costs, sender = self._schedule, self._costs, self._schedule.sender
+        is_delta = self._options.delta_density is not None
+        packed = schedule.num_bytes if is_delta else schedule.packed_bytes  # patches are made from a packed image
+        convert_s = packed * _source_ratio(self._plan) / (self._copy_rate * costs.convert_of_copy)
+        delta_s = schedule.num_bytes * float(is_delta) / (self._copy_rate * costs.encode_of_copy)
+        return [
+            _Kind("h2d", sender, self._spread([work.h2d_s for work in self._work])),
+            _Kind("gather", sender, self._spread([work.gather_s for work in self._work])),
+            _Kind("tx", self._tx_port, self._spread([work.gather_nic_s for work in self._work])),
+            _Kind("convert", sender, convert_s),
+            _Kind("delta", sender, delta_s),
+        ]
 
-    def _write(self, chunk: int, ready: float, gather_nic_s: float) -> None:
-        """Send a chunk through every resource between its sender and its receiver; they work on it together."""
-        schedule, topology = self._schedule, self._plan.topology
-        s, r = int(schedule.sender[chunk]), int(schedule.receiver[chunk])
-        size = float(schedule.num_bytes[chunk]) * self._sent_ratio
-        if topology.is_local[s, r]:
-            begin = max(ready, self._link_out.free_at(s))
-            end = max(self._link_out.serve(s, begin, size), self._link_in.serve(r, begin, size))
+    @property
+    def _tx_port(self) -> Ints:
+        """Port each Chunk leaves through, if it goes over the network."""
+        topology = self._plan.topology
+        return topology.port_of(topology.trainer_device)[self._schedule.sender]
+
+    def _network_kinds(self) -> list[_Kind]:
+        """Stops of a Chunk on its way: links inside a domain, or ports and the limits of hosts."""
+        topology, schedule = self._plan.topology, self._schedule
+        sender, receiver = schedule.sender, schedule.receiver
+        size = schedule.num_bytes * self._sent_ratio
+        local = topology.is_local[sender, receiver]
+        wired = np.where(local, 0.0, size)
+        crossing = np.where(topology.changes_rail[sender, receiver], wired, 0.0)
+        num_writes = np.ones(len(size)) if self._options.delta_density is not None else schedule.num_writes
+        gaps_s = np.where(local, 0.0, num_writes * topology.nic.gap_us * 1e-6)
+        src_host = topology.host_of(topology.trainer_device)[sender]
+        dst_host = topology.host_of(topology.engine_device)[receiver]
+        dst_port = topology.port_of(topology.engine_device)[receiver]
+        link_s = (size - wired) / topology.link_bytes_per_s
+        return [
+            _Kind("link out", topology.trainer_device[sender], link_s),
+            _Kind("link in", topology.engine_device[receiver], link_s),
+            _Kind("tx", self._tx_port, np.maximum(wired / self._tx_rate[sender], gaps_s)),
+            _Kind("uplink out", src_host, wired / topology.uplink_bytes_per_s),
+            _Kind("cross-rail", src_host, crossing / topology.cross_rail_bytes_per_s),
+            _Kind("uplink in", dst_host, wired / topology.uplink_bytes_per_s),
+            _Kind("rx", dst_port, wired / self._rx_rate[receiver]),
+        ]
+
+    def _spread(self, seconds: list[Floats]) -> Floats:
+        """Seconds of every phase and sender, divided over the sender's Chunks of that phase."""
+        schedule = self._schedule
+        key = schedule.phase * self._plan.topology.num_trainers + schedule.sender
+        return np.asarray(np.concatenate(seconds)[key] / np.bincount(key)[key], dtype=np.float64)
+
+    def _journeys(self) -> Journeys:
+        """The stops of all Chunks, in order; those that take no time are left out."""
+        schedule, kinds = self._schedule, self._kinds
+        seconds = np.stack([kind.seconds for kind in kinds], axis=1)
+        chunk, column = np.nonzero(seconds)
+        names = [kind.name for kind in kinds]
+        line = np.array([names.index(name) for name in names])  # kinds of one name share their resources
+        keys = np.stack([kind.key for kind in kinds], axis=1)[chunk, column]
+        _, resource = np.unique(line[column] * (keys.max(initial=0) + 1) + keys, return_inverse=True)
+        first = np.searchsorted(chunk, np.arange(schedule.num_chunks + 1))
+        if self._options.barrier is Barrier.PREPARED:
+            is_gate = column == names.index("gather")
         else:
-            begin = max(ready, self._tx.free_at(s))
-            gaps_s = float(self._num_writes[chunk]) * topology.nic.gap_us * 1e-6
-            wire_s = max(size / float(self._tx_rate[s]), gaps_s)
-            end = max(
-                self._tx.serve(s, begin, size, gather_nic_s + wire_s),
-                self._rx.serve(r, begin, size),
-                self._uplink_out.serve(s, begin, size),
-                self._uplink_in.serve(r, begin, size),
-            )
-            if topology.changes_rail[s, r]:
-                end = max(end, self._cross.serve(s, begin, size))
-            end += topology.nic.latency_us * 1e-6
-        self._done[s].append(end)
-        self._write_end = max(self._write_end, end)
-        self._span("write", s, chunk, begin, end, lane="nic")
+            is_gate = np.isin(np.arange(len(chunk)), first[1:] - 1)
+        local = self._plan.topology.is_local[schedule.sender, schedule.receiver]
+        num_packets = min(max(MAX_PACKETS // max(schedule.num_chunks, 1), 1), MOST_PACKETS_PER_CHUNK)
+        return Journeys(
+            sender=schedule.sender,
+            phase=schedule.phase,
+            due=schedule.phase + schedule.before + schedule.turn * schedule.share / num_packets,
+            share=schedule.share,
+            latency_s=np.where(local, 0.0, self._plan.topology.nic.latency_us * 1e-6),
+            first=first,
+            resource=resource,
+            seconds=seconds[chunk, column],
+            is_stage=column < self._num_stages,
+            is_gate=is_gate,
+            num_packets=num_packets,
+        )
 
-    def _span(self, name: str, sender: int, chunk: int, start_s: float, end_s: float, *, lane: str) -> None:
-        if self._recorder is not None:
-            self._recorder.span(
-                name,
-                member=f"trainer {sender}",
-                lane=lane,
-                start_s=start_s,
-                end_s=end_s,
-                num_bytes=int(self._schedule.num_bytes[chunk]),
-                peer=f"engine {int(self._schedule.receiver[chunk])}",
-            )
+    def prediction(self, recorder: Recorder | None) -> Prediction:
+        """Run the update, add verification and commit, and sum up."""
+        plan, costs, options = self._plan, self._costs, self._options
+        golden = (np.arange(plan.topology.num_trainers) * 0.6180339887) % 1.0
+        journeys = self._journeys()
+        opens_s = np.asarray(golden * options.skew_s + costs.control_s + self._amax_s, dtype=np.float64)
+        served = serve(journeys, num_slots=self._schedule.num_slots, opens_s=opens_s)
+        transfer_s = float(served.arrived_s.max(initial=0.0))
+        verify_s, commit_s = self._after_transfer()
+        control_s = costs.control_s * (costs.num_control_rounds - 1)
+        predicted_s = transfer_s + verify_s + commit_s + control_s
+        if recorder is not None:
+            self._record_chunks(recorder, journeys, served)
+            self._record_commit(recorder, transfer_s, verify_s, commit_s)
+        return Prediction(
+            predicted_s=predicted_s,
+            transfer_s=transfer_s,
+            pause_s=predicted_s if options.mode is ReceiverMode.IN_PLACE else commit_s + costs.control_s,
+            wire_bytes=int(np.where(plan.topology.is_local, 0, plan.pair_bytes).sum() * self._sent_ratio),
+            stages=self._stages(verify_s, commit_s),
+            num_chunks=self._schedule.num_chunks,
+            recorder=recorder,
+        )
 
-    def prediction(self) -> Prediction:
-        """Add verification and commit, and sum up."""
-        plan, costs = self._plan, self._costs
+    def _after_transfer(self) -> tuple[float, float]:
+        """Seconds of verification and of the commit on the engine rank with the most bytes."""
+        plan, costs, mode = self._plan, self._costs, self._options.mode
         largest = float(plan.rx_bytes.max()) if plan.num_routes else 0.0
         verify_s = largest * self._sent_ratio / (self._copy_rate * costs.digest_of_copy)
-        in_place = self._options.mode is ReceiverMode.IN_PLACE
-        apply_s = largest / (self._copy_rate * costs.apply_of_copy)
-        if self._options.delta_density is not None and self._options.mode is not ReceiverMode.PATCH:
+        apply_s = largest * _apply_ratio(plan, self._options.delta_density) / (self._copy_rate * costs.apply_of_copy)
+        if self._options.delta_density is not None and mode is not ReceiverMode.PATCH:
             verify_s += apply_s  # patches are applied to staged, or paused, weights before the commit
         commit_s = {
             ReceiverMode.IN_PLACE: 0.0,
             ReceiverMode.SHADOW: largest / self._copy_rate,
             ReceiverMode.PATCH: apply_s,
-        }[self._options.mode]
-        transfer_s = self._write_end
-        control_s = costs.control_s * (costs.num_control_rounds - 1)
-        predicted_s = transfer_s + verify_s + commit_s + control_s
-        self._record_commit(transfer_s, verify_s, commit_s)
-        return Prediction(
-            predicted_s=predicted_s,
-            transfer_s=transfer_s,
-            pause_s=predicted_s if in_place else commit_s + costs.control_s,
-            wire_bytes=int(np.where(plan.topology.is_local, 0, plan.pair_bytes).sum() * self._sent_ratio),
-            stages=self._stages(verify_s, commit_s),
-            num_chunks=self._schedule.num_chunks,
-            recorder=self._recorder,
-        )
+        }[mode]
+        return verify_s, commit_s
 
     def _stages(self, verify_s: float, commit_s: float) -> dict[str, float]:
-        topology, schedule = self._plan.topology, self._schedule
+        """Seconds of each stage on the rank where it is longest."""
+        topology, sender = self._plan.topology, self._schedule.sender
         wired = np.where(topology.is_local, 0, self._plan.pair_bytes) * self._sent_ratio
-        convert_s = np.bincount(schedule.sender, weights=self._convert_s, minlength=topology.num_trainers)
-        delta_s = np.bincount(schedule.sender, weights=self._delta_s, minlength=topology.num_trainers)
         stages = {
-            "convert": np.asarray(convert_s, dtype=np.float64),
-            "delta": np.asarray(delta_s, dtype=np.float64),
+            "amax": np.array([self._amax_s]),
             "send": _port_seconds(topology.port_of(topology.trainer_device), wired.sum(axis=1), self._tx_rate),
             "receive": _port_seconds(topology.port_of(topology.engine_device), wired.sum(axis=0), self._rx_rate),
-            **self._busy,
         }
-        longest = {name: float(stages[name].max()) for name in _STAGE_ORDER if name in stages}
+        for kind in self._kinds[: self._num_stages]:
+            if kind.name in _STAGE_ORDER:
+                stages[kind.name] = np.bincount(sender, weights=kind.seconds, minlength=1)
+        longest = {name: float(stages[name].max()) for name in _STAGE_ORDER}
         return {name: s for name, s in longest.items() if s > 0} | {"verify": verify_s, "commit": commit_s}
 
-    def _record_commit(self, transfer_s: float, verify_s: float, commit_s: float) -> None:
-        if self._recorder is None:
-            return
+    def _record_chunks(self, recorder: Recorder, journeys: Journeys, served: Served) -> None:
+        """Spans of every Chunk: its stages, and its write from the first byte that leaves to the last that arrives."""
+        schedule, names = self._schedule, [kind.name for kind in self._kinds]
+        seconds = np.stack([kind.seconds for kind in self._kinds], axis=1)
+        for chunk, column, begin_s, lasts_s in zip(
+            *(values.tolist() for values in np.nonzero(seconds)),
+            served.begin_s.tolist(),
+            journeys.seconds.tolist(),
+            strict=True,
+        ):
+            is_write = names[column] in _EXITS and column >= self._num_stages
+            if not is_write and names[column] not in _STAGE_ORDER:
+                continue
+            recorder.span(
+                "write" if is_write else names[column],
+                member=f"trainer {int(schedule.sender[chunk])}",
+                lane="nic" if is_write else names[column],
+                start_s=begin_s,
+                end_s=float(served.arrived_s[chunk]) if is_write else begin_s + lasts_s,
+                num_bytes=int(schedule.num_bytes[chunk]),
+                peer=f"engine {int(schedule.receiver[chunk])}",
+            )
+
+    def _record_commit(self, recorder: Recorder, transfer_s: float, verify_s: float, commit_s: float) -> None:
         for engine in range(self._plan.topology.num_engines):
             member = f"engine {engine}"
             verified = transfer_s + verify_s
-            self._recorder.span("verify", member=member, lane="main", start_s=transfer_s, end_s=verified)
-            self._recorder.span("commit", member=member, lane="main", start_s=verified, end_s=verified + commit_s)
-
-
-def _spread(seconds: Floats, queues: list[list[int]]) -> list[float]:
-    """Every sender's seconds divided over its chunks."""
-    return [float(total) / max(len(queue), 1) for total, queue in zip(seconds, queues, strict=True)]
+            recorder.span("verify", member=member, lane="main", start_s=transfer_s, end_s=verified)
+            recorder.span("commit", member=member, lane="main", start_s=verified, end_s=verified + commit_s)
 
 
 def _sent_ratio(plan: Plan, density: float | None) -> float:
@@ -326,6 +329,18 @@ def _sent_ratio(plan: Plan, density: float | None) -> float:
         for width in np.unique(itemsize)
     )
     return float(patches / sent.sum())
+
+
+def _apply_ratio(plan: Plan, density: float | None) -> float:
+    """Seconds of applying patches of this density, over those of 1% of BF16, which are measured."""
+    if density is None or not plan.num_routes:
+        return 1.0
+    sent = plan.row_bytes * plan.fan_out
+    itemsize = plan.recipe.engine.itemsize[plan.dst]
+    traffic = sum(
+        float(sent[itemsize == width].sum()) * apply_traffic(density, width=int(width)) for width in np.unique(itemsize)
+    )
+    return float(traffic / sent.sum() / apply_traffic(0.01, width=2))
 
 
 def _port_seconds(ports: NDArray[np.int64], num_bytes: Floats, rate: Floats) -> Floats:
