@@ -97,6 +97,9 @@ class TransferSettings:
     """What is converted, compared and sent at a time, where bytes change on their way. 0: 32 MiB, on GPUs 1 GiB."""
     staging_bytes: int = 0
     """Most bytes of chunks one trainer has converted, or compared, and not yet sent. 0: 256 MiB, on GPUs 4 GiB."""
+    min_write_bytes: int = 0
+    """Runs shorter than this are packed instead of being written one by one, over transports that take descriptors.
+    0: what the topology's costs say."""
     window_bytes: int = 0
     """Mode `in_place`: memory of an engine rank through which packed chunks reach its live weights, where the transport
     takes descriptors. 0: 256 MiB, on GPUs 1 GiB."""
@@ -148,6 +151,8 @@ class TransferSettings:
         if chunk and (not 4096 <= chunk <= 1 << 32 or chunk % 64):
             raise ConfigError(f"chunk_bytes is {chunk}", hint="expected 4096 to 4 GiB, a multiple of 64; or 0")
         least = 4 * (chunk or LARGEST_CHUNK)
+        if not 0 <= self.min_write_bytes <= 1 << 40:
+            raise ConfigError(f"min_write_bytes is {self.min_write_bytes}", hint="expected 0 or more")
         if self.window_bytes and not MIB <= self.window_bytes <= 1 << 42:
             raise ConfigError(f"window_bytes is {self.window_bytes}", hint="expected 1 MiB or more; or 0")
         if staging and not least <= staging <= 1 << 42:
@@ -231,15 +236,15 @@ class Settings:
 
     chunk_bytes: int = 64 * MIB
     """Most bytes one scheduled Chunk carries."""
-    min_write_bytes: int = 256 * 1024
-    """Runs shorter than this are packed into a slot instead of being written one by one."""
+    min_write_bytes: int = 0
+    """Runs shorter than this are packed instead of being written one by one. 0: what the topology's costs say."""
     max_staging_bytes: int = 2048 * MIB
     """Bytes of slots one trainer rank may have in flight (packed, converted, not yet written)."""
 
 
 _LIMITS = {
     "chunk_bytes": (64 * 1024, 1 << 32),
-    "min_write_bytes": (1, 1 << 32),
+    "min_write_bytes": (0, 1 << 40),
     "max_staging_bytes": (64 * 1024, 1 << 42),
 }
 

@@ -26,6 +26,7 @@ class Arena:
         *,
         through: str | None = None,
         ignore: Sequence[str] = (),
+        ranks_per_engine: int = 1,
         **settings: Any,
     ) -> None:
         self._stack = contextlib.ExitStack()
@@ -34,6 +35,7 @@ class Arena:
             Controller(
                 num_trainers=len(trainers),
                 num_engine_ranks=len(engines),
+                ranks_per_engine=ranks_per_engine,
                 settings=TransferSettings(**(defaults | settings)),
                 ignore=ignore,
             )

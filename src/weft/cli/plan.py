@@ -35,6 +35,7 @@ from weft.core.bound import balance
 from weft.core.explain import Explanation, explain
 from weft.core.memory_cost import memory_cost
 from weft.core.plan import Plan
+from weft.core.streams import Path as StreamPath
 from weft.observe.matrix import write_picture
 
 
@@ -110,7 +111,7 @@ def _plan_result(plan: Plan, plan_s: float) -> dict[str, Any]:
         "amax_bytes": plan.amax_bytes,
         "num_routes": plan.num_routes,
         "num_writes": plan.num_writes,
-        "zero_copy_bytes": int(plan.row_bytes[plan.path == 0] @ plan.fan_out[plan.path == 0]),
+        **{f"{path.name.lower()}_bytes": _carried(plan, path) for path in StreamPath},
         "bound_s": measured.bound_s,
         "bound_by": measured.bound_by,
         "bound_for": "direct sends",
@@ -208,3 +209,8 @@ def _ranks(ranks: tuple[int, ...]) -> str:
             parts.append([rank, rank])
     texts = [f"{a}" if a == b else f"{a}–{b}" for a, b in parts]
     return ", ".join(texts if len(texts) <= 8 else [*texts[:7], "…"])
+
+
+def _carried(plan: Plan, path: StreamPath) -> int:
+    """Bytes of weights that travel in one way."""
+    return int(plan.chunks.payload[plan.chunks.path == path].sum())

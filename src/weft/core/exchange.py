@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
-from weft.core.plan import Plan
 from weft.core.scaling import Scaling, scale_shape
+
+if TYPE_CHECKING:
+    from weft.core.plan import Plan
 
 GROUP_BYTES = 64 << 20
 """Weights of one trainer whose magnitudes are exchanged at once, at least."""

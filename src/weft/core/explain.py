@@ -8,8 +8,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from weft.core.boxes import Ints
-from weft.core.plan import Path, Plan
+from weft.core.plan import Plan
+from weft.core.plan_streams import Links
 from weft.core.recipe import Op
+from weft.core.streams import Path
 from weft.errors import ConfigError
 
 
@@ -33,7 +35,7 @@ class Explanation:
     num_bytes: int
     """Of one copy."""
     num_writes: int
-    """Of one copy; 0: packed together with other small rows."""
+    """Of one copy; 0: packed together with others, or written by the sender's own instructions."""
 
 
 def explain(plan: Plan, name: str) -> list[Explanation]:
@@ -55,7 +57,7 @@ def _row(plan: Plan, row: int) -> Explanation:
     shard = int(plan.shard[row])
     source = plan.trainer.tensors[plan.trainer.tensor_of[shard]]
     routes = slice(plan.first[row], plan.first[row + 1])
-    runs, small = plan.row_runs
+    path, num_writes = _travels(plan, row, routes)
     return Explanation(
         tensor=tensor.name,
         receivers=_ints(plan.receiver[routes]),
@@ -67,10 +69,24 @@ def _row(plan: Plan, row: int) -> Explanation:
         axes=_ints(plan.recipe.axes[plan.piece[row]])[: len(tensor.shape)],
         holders=_ints(plan.trainer.groups.of(int(plan.trainer.group_of[shard]))),
         senders=_ints(plan.sender[routes]),
-        path=Path(int(plan.path[row])).name.lower(),
+        path=path,
         num_bytes=int(plan.row_bytes[row]),
-        num_writes=0 if small[row] else int(runs[row]),
+        num_writes=num_writes,
     )
+
+
+def _travels(plan: Plan, row: int, routes: slice) -> tuple[str, int]:
+    """How a row travels (`direct` inside a link domain, else `zero_copy` or `packed`), and its writes if it has own."""
+    links = Links.planned(plan.topology, plan.settings)
+    if links.is_mapped[plan.sender[routes], plan.receiver[routes]].all():
+        return Path.DIRECT.name.lower(), 0
+    boxes = plan.row_boxes
+    run_bytes = int(boxes.run_bytes(lands_in_stream=True)[row])
+    is_long = boxes.op[row] == Op.COPY and run_bytes >= int(links.min_run_bytes[0, 0])
+    if not is_long:
+        return Path.PACKED.name.lower(), 0
+    writes_per_run = -(-run_bytes // plan.settings.chunk_bytes)
+    return Path.ZERO_COPY.name.lower(), int(plan.row_bytes[row]) // run_bytes * writes_per_run
 
 
 def _ints(values: Ints) -> tuple[int, ...]:

@@ -8,7 +8,6 @@ them, `weft.core.plan_file` saves them, schedules and runtimes read them.
 
 from __future__ import annotations
 
-import enum
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -18,22 +17,13 @@ from numpy.typing import NDArray
 from weft.config import Settings
 from weft.core import boxes
 from weft.core.boxes import Ints
+from weft.core.exchange import Groups
 from weft.core.layout import Layout
+from weft.core.plan_streams import Links, PlanChunks, plan_chunks
 from weft.core.recipe import Op, Recipe, to_destination_dims, to_source_dims
-from weft.core.scaling import cut_blocks
+from weft.core.row_boxes import RowBoxes
+from weft.core.scaling import SCALE_SUFFIX, cut_blocks
 from weft.core.topology import Topology
-
-SCALE_SUFFIX = "::scale"
-"""Ends the name of the virtual tensor that holds a weight's block scales."""
-
-
-class Path(enum.IntEnum):
-    """How the bytes of a route leave the sender."""
-
-    ZERO_COPY = 0
-    """Straight from the parameter's memory."""
-    PACKED = 1
-    """Gathered or converted into a slot first."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +45,6 @@ class Plan:
     src_lo: NDArray[np.int32]
     extent: NDArray[np.int32]
     """In destination dimension order."""
-    path: NDArray[np.int8]
     first: NDArray[np.int64]
     sender: NDArray[np.int32]
     gathered: bool = False
@@ -104,32 +93,20 @@ class Plan:
         return self._pair_sum(np.repeat(self.row_bytes, self.fan_out)).astype(np.int64)
 
     @cached_property
-    def pair_writes(self) -> NDArray[np.int64]:
-        """Matrix [trainer, engine] of write operations.
-
-        Rows whose runs are large are written run by run; the small rest of each pair is packed and goes out in
-        slots of `chunk_bytes`.
-        """
-        runs, small = self.row_runs
-        direct = self._pair_sum(np.repeat(np.where(small, 0, runs), self.fan_out))
-        packed = self._pair_sum(np.repeat(np.where(small, self.row_bytes, 0), self.fan_out))
-        return (direct + np.ceil(packed / self.settings.chunk_bytes)).astype(np.int64)
+    def row_boxes(self) -> RowBoxes:
+        """Rows as boxes of memory."""
+        return RowBoxes.of(self, Groups.of(self))
 
     @cached_property
-    def row_runs(self) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-        """Writes each row needs if sent on its own, and whether its runs are too short for that."""
-        run = self._run_bytes()
-        small = run < self.settings.min_write_bytes
-        writes_per_run = -(-run // self.settings.chunk_bytes)
-        return self.row_bytes // run * writes_per_run, small
+    def chunks(self) -> PlanChunks:
+        """What is written, Chunk by Chunk, over the links the topology says there are."""
+        return plan_chunks(self, Links.planned(self.topology, self.settings))
 
-    def _run_bytes(self) -> NDArray[np.int64]:
-        """Bytes next to each other: in both memories for zero-copy rows, in the destination for packed ones."""
-        dst_strides = self.recipe.engine.strides[self.dst]
-        src_strides = to_destination_dims(self.trainer.strides[self.shard], self.recipe.axes[self.piece], 0)
-        direct = boxes.contiguous_run(self.extent, dst_strides, src_strides)
-        packed = boxes.contiguous_run(self.extent, dst_strides)
-        return np.where(self.path == Path.ZERO_COPY, direct, packed) * self.recipe.engine.itemsize[self.dst]
+    @cached_property
+    def pair_writes(self) -> NDArray[np.int64]:
+        """Matrix [trainer, engine] of write operations."""
+        shape = (self.topology.num_trainers, self.topology.num_engines)
+        return self.chunks.pair_sum(self.chunks.num_writes, shape)
 
     def _pair_sum(self, values: Ints) -> NDArray[np.float64]:
         shape = (self.topology.num_trainers, self.topology.num_engines)

@@ -1,6 +1,6 @@
 """Plan files: canonical JSON header + columns, with a digest; saved, loaded, compared.
 
-Format, version 1. All integers little-endian.
+Format, version 2. All integers little-endian.
  1. 8 bytes magic `WEFTPLAN`; u32 format version; u32 header length (at most 1 GiB).
  2. Header: canonical JSON (sorted keys, no spaces): names, texts, tensor tables, topology, settings, and for every
     column its dtype, shape and stored length, in the order they follow.
@@ -35,7 +35,7 @@ from weft.core.topology import topology_from_mapping
 from weft.errors import PlanError, WeftError
 
 MAGIC = b"WEFTPLAN"
-VERSION = 1
+VERSION = 2
 MAX_HEADER_BYTES = 1 << 30
 MAX_COLUMN_BYTES = 1 << 34
 
@@ -174,7 +174,7 @@ def _layout_header(layout: Layout) -> dict[str, Any]:
 
 
 def _columns(plan: Plan) -> Columns:
-    route = ("piece", "shard", "dst_lo", "src_lo", "extent", "path", "first", "sender")
+    route = ("piece", "shard", "dst_lo", "src_lo", "extent", "first", "sender")
     pieces = ("dst", "src", "op", "dst_lo", "extent", "src_lo", "axes")
     columns = {f"route.{name}": getattr(plan, name) for name in route}
     columns |= {f"piece.{name}": getattr(plan.recipe, name) for name in pieces}

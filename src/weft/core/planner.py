@@ -2,8 +2,7 @@
 
 1. Every piece of the recipe is intersected with the shards of its source: rows of boxes (vectorised, in blocks).
 2. A policy chooses who sends each row to each engine rank (`assign`); for `balanced`, large rows are cut before.
-3. Per row: straight from the parameter's memory, or packed.
-4. The result is proven to write every destination byte exactly once (`proof`) and compared with a lower bound
+3. The result is proven to write every destination byte exactly once (`proof`) and compared with a lower bound
    of direct sends (`bound`).
 
     plan = make_plan(trainer=layout, recipe=recipe, topology=topology)
@@ -21,7 +20,7 @@ from weft.core import boxes
 from weft.core.assign import Demand, Policy, choose_senders
 from weft.core.boxes import Ints
 from weft.core.layout import Layout, Tensor
-from weft.core.plan import Path, Plan, piece_sources, route_boxes, scale_name
+from weft.core.plan import Plan, piece_sources, route_boxes, scale_name
 from weft.core.proof import prove
 from weft.core.recipe import Op, Recipe, ignored_tensors, to_destination_dims, to_source_dims, widen
 from weft.core.scaling import QUANT_BLOCK, Scaling, scale_shape
@@ -32,6 +31,8 @@ MAX_ROUTES = 200_000_000
 """Largest plan weft makes; Kimi-K2 over 256 → 128 ranks has 26 million routes."""
 ROWS_PER_SENDER = 32
 """Policy `balanced` cuts rows that are larger than this part of what a sender sends on average."""
+SMALLEST_CUT = 1 << 20
+"""Rows are not cut among senders below this."""
 CANDIDATES_PER_BLOCK = 2_000_000
 """Piece-shard pairs intersected at once: bounds the memory of planning."""
 
@@ -61,7 +62,7 @@ def make_plan(
     piece, shard = _candidates(recipe, sources)
     piece, shard, dst_lo, src_lo, extent = _intersect(recipe, sources, piece, shard)
     if chosen is Policy.BALANCED:
-        most = _most_row_bytes(recipe, topology, settings, piece, extent)
+        most = _most_row_bytes(recipe, topology, piece, extent)
         piece, shard, dst_lo, src_lo, extent = _cut_large(recipe, sources, most, piece, shard, dst_lo, src_lo, extent)
     on_progress(f"choosing senders ({chosen})")
     demand = _demand(recipe, sources, topology, piece, shard, extent)
@@ -77,7 +78,6 @@ def make_plan(
         dst_lo=dst_lo,
         src_lo=src_lo,
         extent=extent,
-        path=_paths(recipe, sources, settings, piece, shard, extent),
         first=demand.first,
         sender=choose_senders(demand, chosen),
         gathered=gathered,
@@ -205,12 +205,12 @@ def _intersect(recipe: Recipe, sources: Layout, piece: Ints, shard: Ints) -> tup
     return joined[0], joined[1], joined[2], joined[3], joined[4]
 
 
-def _most_row_bytes(recipe: Recipe, topology: Topology, settings: Settings, piece: Ints, extent: Ints) -> float:
+def _most_row_bytes(recipe: Recipe, topology: Topology, piece: Ints, extent: Ints) -> float:
     """Rows that may be shared by several senders should be small beside what a sender sends."""
     engine, dst = recipe.engine, recipe.dst[piece]
     num_copies = engine.groups.sizes[engine.group_of[dst]]
     total = float((boxes.volume(extent) * engine.itemsize[dst] * num_copies).sum())
-    return max(total / (topology.num_trainers * ROWS_PER_SENDER), 4.0 * settings.min_write_bytes)
+    return max(total / (topology.num_trainers * ROWS_PER_SENDER), SMALLEST_CUT)
 
 
 def _cut_large(
@@ -242,12 +242,3 @@ def _cut_large(
     moved = to_destination_dims(part_lo - src_lo[row], axes[row], 0)
     part_dst_lo = (dst_lo[row] + moved).astype(np.int32)
     return piece[row], shard[row], part_dst_lo, part_lo, to_destination_dims(part_extent, axes[row], 1)
-
-
-def _paths(recipe: Recipe, sources: Layout, settings: Settings, piece: Ints, shard: Ints, extent: Ints) -> Ints:
-    """Zero-copy where nothing is converted and the common runs of both memories are large; packed elsewhere."""
-    dst = recipe.dst[piece]
-    src_strides = to_destination_dims(sources.strides[shard], recipe.axes[piece], 0)
-    run = boxes.contiguous_run(extent, recipe.engine.strides[dst], src_strides) * recipe.engine.itemsize[dst]
-    direct = (recipe.op[piece] == Op.COPY) & (run >= settings.min_write_bytes)
-    return np.where(direct, Path.ZERO_COPY, Path.PACKED).astype(np.int8)

@@ -12,8 +12,9 @@ import numpy as np
 
 from weft.core import boxes
 from weft.core.boxes import Ints
-from weft.core.plan import SCALE_SUFFIX, Path, Plan, piece_sources
+from weft.core.plan import Plan, piece_sources
 from weft.core.recipe import Op, to_destination_dims, to_source_dims
+from weft.core.scaling import SCALE_SUFFIX
 from weft.errors import LayoutError, PlanError
 
 
@@ -35,7 +36,7 @@ def prove(plan: Plan) -> None:
 def _prove_columns(plan: Plan) -> None:
     """Column lengths and references fit together."""
     num_rows, recipe = plan.num_rows, plan.recipe
-    columns = (plan.shard, plan.dst_lo, plan.src_lo, plan.extent, plan.path, plan.first[1:])
+    columns = (plan.shard, plan.dst_lo, plan.src_lo, plan.extent, plan.first[1:])
     if any(len(column) != num_rows for column in columns):
         raise PlanError("the plan's columns have different lengths")
     _refuse(plan, (plan.piece < 0) | (plan.piece >= len(recipe.dst)), "refer to a piece that does not exist", None)
@@ -46,9 +47,6 @@ def _prove_columns(plan: Plan) -> None:
         None,
     )
     _refuse(plan, (plan.extent < 1).any(axis=1), "are empty", plan.dst)
-    direct = plan.path == Path.ZERO_COPY
-    _refuse(plan, ~direct & (plan.path != Path.PACKED), "have an unknown path", plan.dst)
-    _refuse(plan, direct & (recipe.op[plan.piece] != Op.COPY), "convert without being packed", plan.dst)
     fan_out = recipe.engine.groups.sizes[recipe.engine.group_of[plan.dst]]
     if plan.first[0] != 0 or plan.first[-1] != len(plan.sender):
         raise PlanError("the plan's routes do not add up", hint="the plan was cut or altered")

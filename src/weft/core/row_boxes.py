@@ -7,14 +7,18 @@ added. A box of scales is counted in blocks and has no source memory.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from weft.core.boxes import Ints, contiguous_run, row_major_strides
 from weft.core.exchange import Groups
-from weft.core.plan import SCALE_SUFFIX, Plan
 from weft.core.recipe import Op, to_source_dims
+from weft.core.scaling import SCALE_SUFFIX
+
+if TYPE_CHECKING:
+    from weft.core.plan import Plan
 
 Int64s = NDArray[np.int64]
 

@@ -11,6 +11,9 @@ from weft.core.boxes import Ints
 QUANT_BLOCK = 128
 """Side of the square blocks that share one FP8 scale."""
 
+SCALE_SUFFIX = "::scale"
+"""Ends the name of the virtual tensor that holds a weight's block scales."""
+
 
 class Scaling(enum.StrEnum):
     """Which elements share a scale."""

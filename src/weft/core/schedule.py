@@ -1,9 +1,9 @@
 """Order and size of Chunks: what every sender writes when, under its staging budget.
 
-All routes of one (sender, receiver) pair form a stream of bytes, in plan order. The stream is cut into Chunks of
-at most `chunk_bytes`. A sender spreads the Chunks of each stream evenly over its whole time, so that all its streams
-end together; receivers take turns, and senders start with different receivers, so that no receiver is hit by all
-senders at once. A sender holds at most `num_slots` Chunks that are packed or converted but not yet written.
+All routes of one (sender, receiver) pair form a stream, cut into Chunks of at most `chunk_bytes`
+(`weft.core.plan_streams`). A sender spreads the Chunks of each stream evenly over its whole time, so that all its
+streams end together; receivers take turns, and senders start with different receivers, so that no receiver is hit by
+all senders at once. A sender holds at most `num_slots` Chunks that are packed or converted but not yet written.
 
     schedule = make_schedule(plan)
     schedule.of(sender=3)          # row numbers of this sender's chunks, in order
@@ -17,7 +17,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from weft.core.boxes import Ints
-from weft.core.plan import Path, Plan
+from weft.core.plan import Plan
+from weft.core.plan_streams import Links, PlanChunks, plan_chunks
+from weft.core.streams import Path
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,9 +32,9 @@ class Schedule:
     stream_offset: NDArray[np.int64]
     """First byte of the chunk in its pair's stream."""
     num_writes: NDArray[np.float64]
-    """Share of the pair's write operations."""
+    """Write operations."""
     packed_bytes: NDArray[np.float64]
-    """Share of the pair's bytes that pass through a slot."""
+    """Bytes of it that pass through a slot: all or none."""
     phase: NDArray[np.int64]
     """Chunks of a later phase wait for the earlier ones; weft itself has a single phase."""
     before: NDArray[np.float64]
@@ -57,49 +59,36 @@ class Schedule:
 
 def make_schedule(plan: Plan, *, phase_of_row: Ints | None = None) -> Schedule:
     """Cut and order a plan's bytes. `phase_of_row` splits the update into phases that follow each other."""
-    num_pairs = plan.topology.num_trainers * plan.topology.num_engines
-    phase = np.zeros(plan.num_rows, dtype=np.int64) if phase_of_row is None else phase_of_row
-    stream = np.repeat(phase, plan.fan_out) * num_pairs + plan.pair
-    row_bytes = np.repeat(plan.row_bytes, plan.fan_out)
-    packed = np.repeat(np.where(plan.path == Path.PACKED, plan.row_bytes, 0), plan.fan_out)
-    total = np.bincount(stream, weights=row_bytes)
-    used = np.flatnonzero(total)
-    size = total[used].astype(np.int64)
-    packed_share = np.bincount(stream, weights=packed)[used] / size
-    writes = _stream_writes(plan, used % num_pairs, size)
-
-    chunk_bytes = plan.settings.chunk_bytes
-    num_chunks = -(-size // chunk_bytes)
-    stream_row = np.repeat(np.arange(len(used)), num_chunks)
-    nth = np.arange(len(stream_row)) - np.repeat(np.cumsum(num_chunks) - num_chunks, num_chunks)
-    offset = nth * chunk_bytes
-    num_bytes = np.minimum(chunk_bytes, size[stream_row] - offset)
-    pair = used[stream_row] % num_pairs
-    sender, receiver = np.divmod(pair, plan.topology.num_engines)
-    chunk_phase = used[stream_row] // num_pairs
-    turn = _turns(sender, receiver, plan)
-    before, share = offset / size[stream_row], num_bytes / size[stream_row]
-    order = np.lexsort((before + turn * share, chunk_phase, sender))
+    chunks = plan.chunks
+    if phase_of_row is not None:
+        chunks = plan_chunks(plan, Links.planned(plan.topology, plan.settings), phase_of_row=phase_of_row)
+    size = _stream_bytes(chunks, plan)
+    before, share = chunks.offset / size, chunks.num_bytes / size
+    turn = _turns(chunks.sender, chunks.receiver, plan)
+    order = np.lexsort((before + turn * share, chunks.phase, chunks.sender))
+    sender = chunks.sender[order]
     return Schedule(
-        sender=sender[order],
-        receiver=receiver[order],
-        num_bytes=num_bytes[order],
-        stream_offset=offset[order],
-        num_writes=(np.maximum(writes[stream_row] * share, 1))[order],
-        packed_bytes=(packed_share[stream_row] * num_bytes)[order],
-        phase=chunk_phase[order],
+        sender=sender,
+        receiver=chunks.receiver[order],
+        num_bytes=chunks.num_bytes[order],
+        stream_offset=chunks.offset[order],
+        num_writes=chunks.num_writes[order].astype(np.float64),
+        packed_bytes=np.where(chunks.path == Path.PACKED, chunks.num_bytes, 0)[order].astype(np.float64),
+        phase=chunks.phase[order],
         before=before[order],
         share=share[order],
         turn=turn[order],
-        starts=np.searchsorted(sender[order], np.arange(plan.topology.num_trainers + 1)),
-        num_slots=max(plan.settings.max_staging_bytes // chunk_bytes, 1),
+        starts=np.searchsorted(sender, np.arange(plan.topology.num_trainers + 1)),
+        num_slots=max(plan.settings.max_staging_bytes // plan.settings.chunk_bytes, 1),
     )
 
 
-def _stream_writes(plan: Plan, pair: Ints, size: Ints) -> NDArray[np.float64]:
-    """Writes of each stream: its share of the pair's."""
-    pair_bytes, pair_writes = plan.pair_bytes.ravel(), plan.pair_writes.ravel()
-    return np.asarray(pair_writes[pair] * (size / pair_bytes[pair]))
+def _stream_bytes(chunks: PlanChunks, plan: Plan) -> NDArray[np.float64]:
+    """Bytes of the stream each Chunk belongs to."""
+    num_pairs = plan.topology.num_trainers * plan.topology.num_engines
+    stream = chunks.phase * num_pairs + chunks.sender * plan.topology.num_engines + chunks.receiver
+    _, number = np.unique(stream, return_inverse=True)
+    return np.asarray(np.bincount(number, weights=chunks.num_bytes)[number], dtype=np.float64)
 
 
 def _turns(sender: Ints, receiver: Ints, plan: Plan) -> NDArray[np.float64]:

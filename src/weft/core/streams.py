@@ -188,6 +188,8 @@ def _cut_boxes(extent: Ints, most: Ints) -> tuple[Int64s, Int64s, Int64s]:
     The innermost dimensions that fit stay whole; the next one is cut; all outer ones are walked.
     """
     extent = extent.astype(np.int64)
+    if (np.prod(extent, axis=1) <= most).all():
+        return np.arange(len(extent)), np.zeros_like(extent), extent
     inner = np.ones_like(extent)  # elements of one step along a dimension
     for dim in range(extent.shape[1] - 2, -1, -1):
         inner[:, dim] = inner[:, dim + 1] * extent[:, dim + 1]

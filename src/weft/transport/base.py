@@ -25,7 +25,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Generic, Protocol, Self, TypeVar
 
 import msgspec
@@ -115,6 +115,8 @@ class Batch:
     """Where each row lies in the digest's space; None: not digested."""
     digested: Planes | None = None
     """What is digested, where parts of a row lie in different places of the digest's space."""
+    num_writes: int = 0
+    """Rows that were asked for; a transport may cut them further."""
     num_bytes: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -355,7 +357,7 @@ class Transport(abc.ABC, Generic[AnyPeer]):
         self._registered.find(src, length, whose=self.member)
         at = known.ranges.find(dst, length, whose=peer)
         batch = Batch(peer=peer, src=src, dst=dst, length=length, position=position, digested=digested)
-        return self._translate(known, batch, at)
+        return replace(self._translate(known, batch, at), num_writes=len(length))
 
     def _translate(self, peer: AnyPeer, batch: Batch, at: NDArray[np.int64]) -> Batch:
         """A batch as this transport writes it; `at` is the number of each row's range among the peer's."""

@@ -13,7 +13,7 @@ from functools import cache
 import numpy as np
 from numpy.typing import NDArray
 
-from weft.config import DeltaPolicy, ReceiverMode, StagingPolicy, TransferSettings
+from weft.config import DeltaPolicy, ReceiverMode, TransferSettings
 from weft.core.carriage import Carriage
 from weft.core.exchange import Groups
 from weft.core.layout import DTYPE_BYTES
@@ -25,15 +25,12 @@ from weft.runtime.compile.columns import squeeze
 from weft.runtime.compile.grids import TrainerGrids, trainer_grids
 from weft.runtime.compile.link_boxes import LinkBoxes, PlanBoxes, held_numbers
 from weft.runtime.compile.link_stream import LinkStream
+from weft.runtime.compile.links import member_links
 from weft.runtime.control.messages import HeldShard, Join, Opened, ReceivePlan, SendPlan, Source, Target, unpack
 from weft.transport.base import Endpoint
-from weft.transport.registry import IS_MAPPED
 
 ALIGN = 256
 """Shards begin at multiples of this in an engine rank's digest space, streams and patches in their memory."""
-NUM_SLOTS = 4
-"""Chunks of one link that lie in an engine's window at once."""
-SMALLEST_SLOT = 64 << 10
 Int64s = NDArray[np.int64]
 
 
@@ -61,8 +58,9 @@ class Parts:
     ) -> None:
         self._plan, self._digest, self._transports, self._settings = plan, digest, transports, settings
         self._trainers, self._engines = joins
-        groups = Groups.of(plan)
-        rows = RowBoxes.of(plan, groups)
+        devices = {engine: join.place.device for engine, join in self._engines.items()}
+        self.links = member_links(plan, transports, devices, settings)
+        groups, rows = Groups.of(plan), plan.row_boxes
         _check_quantized(plan, rows)
         boxes = PlanBoxes(plan, rows)
         shards = {t: held_numbers(plan.trainer, t, _held_keys(join.held)) for t, join in self._trainers.items()}
@@ -74,7 +72,6 @@ class Parts:
             for t, e in zip(*(side.tolist() for side in np.nonzero(plan.pair_bytes)), strict=True)
         }
         self._encoded = {link: boxes.encode() for link, boxes in self._boxes.items()}
-        self._num_senders = (plan.pair_bytes > 0).sum(axis=0)
         self._places = {e: digest_places(join.held) for e, join in self._engines.items()}
         self._streams, self._patches = self._lay_out()
 
@@ -87,7 +84,7 @@ class Parts:
         self._wire_bytes = {}
         for link in sorted(self._boxes):
             engine = link[1]
-            landing, patch, self._wire_bytes[link] = sizes(self._encoded[link], self.carriage(*link))
+            landing, patch, self._wire_bytes[link] = sizes(self._encoded[link], self.links.carriage(*link))
             streams[link], patches[link] = self._landing_bytes[engine], self._patch_bytes[engine]
             self._landing_bytes[engine] += -(-landing // ALIGN) * ALIGN
             self._patch_bytes[engine] += -(-patch // ALIGN) * ALIGN
@@ -100,26 +97,6 @@ class Parts:
         is_delta = self._settings.delta is DeltaPolicy.ON
         patch = sum(image.max_patch_bytes for image in stream.images()) if is_delta else 0
         return landing, patch, int(stream.chunk_wire_bytes.sum())
-
-    def carriage(self, trainer: int, engine: int) -> Carriage:
-        """How a link carries its stream."""
-        settings, transport = self._settings, self._transports[trainer, engine]
-        device = self._engines[engine].place.device
-        chunk_bytes = settings.chunk_bytes_on(device)
-        is_mapped = transport in IS_MAPPED
-        is_delta = settings.delta is DeltaPolicy.ON
-        has_window = not is_mapped and not is_delta and settings.mode is ReceiverMode.IN_PLACE
-        if has_window:
-            share = settings.window_bytes_on(device) // (NUM_SLOTS * int(self._num_senders[engine]))
-            chunk_bytes = min(chunk_bytes, max(share // ALIGN * ALIGN, SMALLEST_SLOT))
-        return Carriage(
-            chunk_bytes=chunk_bytes,
-            min_run_bytes=self._plan.topology.min_run_bytes(transport),
-            is_mapped=is_mapped,
-            lands_in_stream=settings.mode is ReceiverMode.SHADOW,
-            is_kept=is_delta or settings.staging is StagingPolicy.CPU,
-            num_slots=NUM_SLOTS if has_window else 0,
-        )
 
     @property
     def has_windows(self) -> bool:
@@ -165,7 +142,7 @@ class Parts:
         return Target(
             engine=engine,
             offer=opened.offers[self._transports[link]],
-            carriage=self.carriage(trainer, engine),
+            carriage=self.links.carriage(trainer, engine),
             boxes=self._encoded[link],
             places=squeeze(places),
             stream=opened.landing + self._streams[link] if opened.landing else 0,
@@ -178,7 +155,7 @@ class Parts:
             Source(
                 trainer=trainer,
                 transport=self._transports[trainer, e],
-                carriage=self.carriage(trainer, e),
+                carriage=self.links.carriage(trainer, e),
                 boxes=self._encoded[trainer, e],
                 stream=self._streams[trainer, e],
                 patches=self._patches[trainer, e],
@@ -191,7 +168,7 @@ class Parts:
 
     def _endpoint(self, trainer: int, engine: int, opened: Opened) -> Endpoint | None:
         """Where an engine rank returns credits to."""
-        if not self.carriage(trainer, engine).num_slots:
+        if not self.links.carriage(trainer, engine).num_slots:
             return None
         return opened.offers[self._transports[trainer, engine]].endpoint
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -81,6 +82,15 @@ class Job:
         self.agreed: dict[int, Floats] = {}
         """Magnitudes of the cut blocks of each group, as all holders know them."""
         self.peak_staging_bytes = 0
+        self._lock = threading.Lock()
+        self.num_writes = 0
+        """One-sided writes that were started, over transports that take descriptors."""
+
+    def posted(self, tickets: list[Ticket], num_writes: int) -> None:
+        """Writes were started, on any thread."""
+        with self._lock:
+            self.tickets += tickets
+            self.num_writes += num_writes
 
     def agree(self, group: int, values: Floats) -> None:
         """All holders of a group know its magnitudes."""

@@ -108,6 +108,11 @@ class Publication:
         return () if self._job is None else tuple(self._job.flow.recorder.events)
 
     @property
+    def num_writes(self) -> int:
+        """One-sided writes over transports that take descriptors, as planned; 0 where the sender writes by itself."""
+        return 0 if self._job is None else self._job.num_writes
+
+    @property
     def peak_staging_bytes(self) -> int:
         """Most bytes that were converted, or compared, and not yet written."""
         return 0 if self._job is None else self._job.peak_staging_bytes

@@ -1,0 +1,158 @@
+"""The Chunks of a plan: what every trainer writes to every engine rank, in how many operations.
+
+How a box travels depends on its link (`Links`). Before a run these are what the topology says: pairs of one link domain
+map each other's memory, others take descriptors. The runtime makes its links from the transports it has chosen. Both
+count with the functions of `weft.core.streams`, which also cut what really runs.
+
+    chunks = plan_chunks(plan, Links.planned(plan.topology, plan.settings))
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from weft.config import Settings
+from weft.core.boxes import Ints, row_major_strides
+from weft.core.carriage import Carriage
+from weft.core.planes import num_runs
+from weft.core.recipe import Op
+from weft.core.row_boxes import RowBoxes
+from weft.core.streams import Path, StreamBoxes, cut_streams, paths_of
+from weft.core.topology import Topology
+
+if TYPE_CHECKING:
+    from weft.core.plan import Plan
+
+Int64s = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Links:
+    """How the pairs of a plan are linked, as matrices [trainer, engine]."""
+
+    is_mapped: NDArray[np.bool_]
+    """Whether the trainer's own instructions write the engine's memory."""
+    min_run_bytes: Int64s
+    """Shorter runs are packed."""
+    chunk_bytes: Int64s
+    num_slots: Int64s
+    """Of the window packed Chunks pass through; 0: none."""
+    lands_in_stream: bool = True
+    """Whether versions land in stream order; otherwise where they belong."""
+    is_kept: bool = False
+    """Whether trainers keep an image of what they send."""
+
+    @classmethod
+    def planned(cls, topology: Topology, settings: Settings) -> Links:
+        """What a topology says, before transports are known: versions land beside the live weights."""
+        shape = topology.num_trainers, topology.num_engines
+        min_run_bytes = settings.min_write_bytes or topology.min_run_bytes("nixl")
+        return cls(
+            is_mapped=topology.is_local,
+            min_run_bytes=np.full(shape, min_run_bytes),
+            chunk_bytes=np.full(shape, settings.chunk_bytes),
+            num_slots=np.zeros(shape, dtype=np.int64),
+        )
+
+    def carriage(self, trainer: int, engine: int) -> Carriage:
+        """How one link carries its stream."""
+        link = trainer, engine
+        return Carriage(
+            chunk_bytes=int(self.chunk_bytes[link]),
+            min_run_bytes=int(self.min_run_bytes[link]),
+            is_mapped=bool(self.is_mapped[link]),
+            lands_in_stream=self.lands_in_stream,
+            is_kept=self.is_kept,
+            num_slots=int(self.num_slots[link]),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanChunks:
+    """Chunks of all streams of a plan, sorted by sender."""
+
+    sender: Int64s
+    receiver: Int64s
+    phase: Int64s
+    path: Int64s
+    num_bytes: Int64s
+    """Bytes that travel."""
+    payload: Int64s
+    """Bytes of weights among them."""
+    offset: Int64s
+    """First byte in the stream."""
+    num_writes: Int64s
+    """Operations; one for what a mapped link carries."""
+
+    def pair_sum(self, values: Ints, shape: tuple[int, int]) -> Int64s:
+        """Something of every Chunk, added up in a matrix [trainer, engine]."""
+        pair = self.sender * shape[1] + self.receiver
+        summed = np.bincount(pair, weights=values, minlength=shape[0] * shape[1])
+        return summed.astype(np.int64).reshape(shape)
+
+
+def plan_chunks(plan: Plan, links: Links, *, phase_of_row: Ints | None = None) -> PlanChunks:
+    """All Chunks of a plan. `phase_of_row` splits the update into phases that follow each other."""
+    rows = plan.row_boxes
+    run_bytes = rows.run_bytes(lands_in_stream=links.lands_in_stream)
+    num_engines = plan.topology.num_engines
+    order = np.argsort(plan.pair, kind="stable")
+    route_row = np.repeat(np.arange(plan.num_rows), plan.fan_out)[order]
+    receiver = plan.pair[order] % num_engines
+    borders = np.searchsorted(plan.pair[order], np.arange(plan.topology.num_trainers + 1) * num_engines)
+    found = []
+    for sender in range(plan.topology.num_trainers):
+        mine = slice(borders[sender], borders[sender + 1])
+        row, to = route_row[mine], receiver[mine]
+        phase = np.zeros_like(row) if phase_of_row is None else phase_of_row[row]
+        if len(row):
+            found.append(_sender_chunks(rows, run_bytes, links, sender, row, to, phase * num_engines + to))
+    names = [field.name for field in fields(PlanChunks)]
+    none = np.zeros(0, dtype=np.int64)
+    joined = {name: np.concatenate([none, *(part[name] for part in found)]) for name in names}
+    return PlanChunks(**joined)
+
+
+def _sender_chunks(
+    rows: RowBoxes, run_bytes: Int64s, links: Links, sender: int, row: Int64s, receiver: Int64s, stream: Int64s
+) -> dict[str, Int64s]:
+    """The Chunks of one sender's streams, as columns of PlanChunks."""
+    path = paths_of(
+        is_copy=(rows.op[row] == Op.COPY) & (not links.is_kept),
+        run_bytes=run_bytes[row],
+        is_mapped=links.is_mapped[sender, receiver],
+        min_run_bytes=links.min_run_bytes[sender, receiver],
+    )
+    boxes = StreamBoxes(
+        stream=stream,
+        extent=rows.extent[row],
+        width=rows.width[row],
+        path=path,
+        group=rows.group[row],
+        place=rows.place[row],
+    )
+    units, chunks = cut_streams(boxes, chunk_bytes=links.chunk_bytes[sender, receiver])
+    unit_row = row[units.box]
+    compact = row_major_strides(units.extent)
+    landed = compact if links.lands_in_stream else rows.dst_strides[unit_row]
+    is_packed = chunks.path == Path.PACKED
+    source = np.where(is_packed[units.chunk][:, None], compact, rows.src_strides[unit_row])
+    runs = np.bincount(units.chunk, weights=num_runs(units.extent, source, landed), minlength=len(chunks))
+    num_engines = links.is_mapped.shape[1]
+    to = chunks.stream % num_engines
+    is_mapped, num_slots = links.is_mapped[sender, to], links.num_slots[sender, to]
+    is_whole = is_packed & ((~is_mapped & links.lands_in_stream) | (num_slots > 0))
+    return {
+        "sender": np.full(len(chunks), sender),
+        "receiver": to,
+        "phase": chunks.stream // num_engines,
+        "path": chunks.path,
+        "num_bytes": np.where(is_whole, chunks.num_bytes, chunks.payload),
+        "payload": chunks.payload,
+        "offset": chunks.begin,
+        "num_writes": np.where(is_whole | is_mapped, 1, runs).astype(np.int64),
+    }
