@@ -15,11 +15,11 @@ from weft.core import plan_file
 from weft.core.case import Case, plan_case
 from weft.core.engine_layout import engine_recipe
 from weft.core.explain import explain
-from weft.core.plan import Path
 from weft.core.planner import make_plan
 from weft.core.proof import prove
 from weft.core.recipe import Op
-from weft.core.topology import load_topology, place_members
+from weft.core.streams import Path
+from weft.core.topology import load_topology, place_members, with_placement
 from weft.core.trainer_layout import trainer_layout
 from weft.errors import ConfigError, LayoutError, PlanError
 
@@ -81,13 +81,14 @@ def test_a_truncated_or_padded_file_is_refused(tmp_path, keep):
         plan_file.load(path)
 
 
-def test_another_format_version_is_refused(tmp_path):
+@pytest.mark.parametrize("number", [1, 99])
+def test_another_format_version_is_refused(tmp_path, number):
     path = tmp_path / "a.plan"
     plan_file.save(small_plan(), path)
     data = bytearray(path.read_bytes())
-    struct.pack_into("<I", data, 8, 99)
+    struct.pack_into("<I", data, 8, number)
     path.write_bytes(data)
-    with pytest.raises(PlanError, match=r"a\.plan`: format version 99, expected 1") as caught:
+    with pytest.raises(PlanError, match=rf"a\.plan`: format version {number}, expected 2") as caught:
         plan_file.load(path)
     assert "weft plan" in caught.value.hint
 
@@ -148,17 +149,27 @@ def test_differences_between_layouts_are_new_routes():
 
 def test_large_runs_go_straight_from_memory_and_small_ones_are_packed():
     plan = small_plan(dtype="bf16", min_write_bytes=4096)
-    runs, small = plan.row_runs
-    assert (plan.path == Path.ZERO_COPY).any()
-    assert (plan.path[small] == Path.PACKED).all()
-    assert (runs * 4096 <= plan.row_bytes)[plan.path == Path.ZERO_COPY].all()
+    chunks = plan.chunks
+    assert set(chunks.path.tolist()) == {Path.ZERO_COPY, Path.PACKED}
+    straight = chunks.path == Path.ZERO_COPY
+    assert (chunks.num_writes * 4096 <= chunks.payload)[straight].all()
+    assert (chunks.num_writes[~straight] == 1).all()
     converted = small_plan(dtype="fp32", min_write_bytes=1)
-    assert (converted.path == Path.PACKED).all()
+    assert (converted.chunks.path == Path.PACKED).all()
+
+
+def test_pairs_that_share_a_domain_are_written_directly():
+    model = tiny_model("qwen3")
+    layout, recipe = trainer_layout(model, "fsdp2"), engine_recipe(model, "tp2")
+    topology = with_placement(load_topology("h100-ib400"), "packed").place(num_trainers=2, num_engines=2)
+    plan = make_plan(trainer=layout, recipe=recipe, topology=topology)
+    assert (plan.chunks.path == Path.DIRECT).all()
+    assert plan.chunks.payload.sum() == plan.total_bytes
 
 
 def test_packing_makes_few_writes_of_many_small_rows():
     assert small_plan(min_write_bytes=1 << 20).num_writes == np.count_nonzero(small_plan().pair_bytes)
-    assert small_plan(min_write_bytes=1).num_writes > 500
+    assert small_plan(dtype="bf16", min_write_bytes=1).num_writes > 500
 
 
 def test_scales_travel_once_and_cut_blocks_are_agreed_on():
@@ -213,12 +224,8 @@ def test_plans_too_large_to_make_are_refused_early():
         plan_case(Case(model="qwen3-0.6b", trainer="fsdp1024", engine="tp1", num_replicas=4096))
 
 
-def test_conversions_and_paths_are_part_of_the_proof():
+def test_conversions_are_part_of_the_proof():
     plan = small_plan()
-    with pytest.raises(PlanError, match="convert without being packed"):
-        prove(replace(plan, path=np.zeros_like(plan.path)))
-    with pytest.raises(PlanError, match="unknown path"):
-        prove(replace(plan, path=np.full_like(plan.path, 77)))
     copied = np.where(plan.recipe.op == Op.QUANTIZE, Op.COPY, plan.recipe.op).astype(np.int8)
     with pytest.raises(PlanError, match="dtype"):
         prove(replace(plan, recipe=replace(plan.recipe, op=copied)))

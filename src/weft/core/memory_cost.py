@@ -33,7 +33,9 @@ class MemoryCost:
 def memory_cost(plan: Plan) -> MemoryCost:
     """Memory beside the weights themselves."""
     images = image_bytes(plan)
-    received = int(plan.rx_bytes.max(initial=0))
+    chunks = plan.chunks
+    landing = np.bincount(chunks.receiver, weights=chunks.room, minlength=plan.topology.num_engines)
+    received = int(landing.max(initial=0))
     host = plan.topology.host_of(plan.topology.trainer_device)
     return MemoryCost(
         staging_bytes=int(images.max(initial=0)),

@@ -83,6 +83,8 @@ class PlanChunks:
     """Bytes that travel."""
     payload: Int64s
     """Bytes of weights among them."""
+    room: Int64s
+    """Bytes of the stream, with its gaps: what they take in a landing area."""
     offset: Int64s
     """First byte in the stream."""
     num_writes: Int64s
@@ -153,6 +155,7 @@ def _sender_chunks(
         "path": chunks.path,
         "num_bytes": np.where(is_whole, chunks.num_bytes, chunks.payload),
         "payload": chunks.payload,
+        "room": chunks.num_bytes,
         "offset": chunks.begin,
         "num_writes": np.where(is_whole | is_mapped, 1, runs).astype(np.int64),
     }

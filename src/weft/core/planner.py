@@ -31,8 +31,8 @@ MAX_ROUTES = 200_000_000
 """Largest plan weft makes; Kimi-K2 over 256 → 128 ranks has 26 million routes."""
 ROWS_PER_SENDER = 32
 """Policy `balanced` cuts rows that are larger than this part of what a sender sends on average."""
-SMALLEST_CUT = 1 << 20
-"""Rows are not cut among senders below this."""
+SMALL_WRITE = 256 << 10
+"""Rows are not cut among senders below four of these, where settings do not say what a small write is."""
 CANDIDATES_PER_BLOCK = 2_000_000
 """Piece-shard pairs intersected at once: bounds the memory of planning."""
 
@@ -62,7 +62,7 @@ def make_plan(
     piece, shard = _candidates(recipe, sources)
     piece, shard, dst_lo, src_lo, extent = _intersect(recipe, sources, piece, shard)
     if chosen is Policy.BALANCED:
-        most = _most_row_bytes(recipe, topology, piece, extent)
+        most = _most_row_bytes(recipe, topology, settings, piece, extent)
         piece, shard, dst_lo, src_lo, extent = _cut_large(recipe, sources, most, piece, shard, dst_lo, src_lo, extent)
     on_progress(f"choosing senders ({chosen})")
     demand = _demand(recipe, sources, topology, piece, shard, extent)
@@ -205,12 +205,12 @@ def _intersect(recipe: Recipe, sources: Layout, piece: Ints, shard: Ints) -> tup
     return joined[0], joined[1], joined[2], joined[3], joined[4]
 
 
-def _most_row_bytes(recipe: Recipe, topology: Topology, piece: Ints, extent: Ints) -> float:
+def _most_row_bytes(recipe: Recipe, topology: Topology, settings: Settings, piece: Ints, extent: Ints) -> float:
     """Rows that may be shared by several senders should be small beside what a sender sends."""
     engine, dst = recipe.engine, recipe.dst[piece]
     num_copies = engine.groups.sizes[engine.group_of[dst]]
     total = float((boxes.volume(extent) * engine.itemsize[dst] * num_copies).sum())
-    return max(total / (topology.num_trainers * ROWS_PER_SENDER), SMALLEST_CUT)
+    return max(total / (topology.num_trainers * ROWS_PER_SENDER), 4.0 * (settings.min_write_bytes or SMALL_WRITE))
 
 
 def _cut_large(

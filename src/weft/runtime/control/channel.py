@@ -26,6 +26,7 @@ import os
 import re
 import secrets
 import socket
+import threading
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable
@@ -498,6 +499,7 @@ class Client:
             | zmq.EVENT_HANDSHAKE_SUCCEEDED
         )
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._waking, self._is_open = threading.Lock(), True
         self.spin_s = SPIN_S
         """How long after a message to look for the next without sleeping; may be set from any thread."""
         self._spin_until = 0.0
@@ -512,7 +514,9 @@ class Client:
 
     def wake(self) -> None:
         """Make a waiting `receive` return at once; may be called from any thread."""
-        os.eventfd_write(self._wake, 1)
+        with self._waking:  # the descriptor of a client that was closed may be somebody else's by now
+            if self._is_open:
+                os.eventfd_write(self._wake, 1)
 
     def send(self, message: Any) -> None:
         """Queue a message; it leaves as soon as the server can be reached. Never waits."""
@@ -655,7 +659,9 @@ class Client:
 
     def close(self) -> None:
         """Disconnect; unsent messages are dropped."""
-        os.close(self._wake)
+        with self._waking:
+            self._is_open = False
+            os.close(self._wake)
         self._socket.disable_monitor()
         self._monitor.close(linger=0)
         self._socket.close(linger=0)

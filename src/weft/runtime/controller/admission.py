@@ -147,7 +147,8 @@ def _check_memory(member: str, num_shards: int, opened: Opened, needed: Opening)
         raise ProtocolError(f"{member} has {len(opened.live)} bytes of addresses for {num_shards} shards")
     live = unpack(opened.live)
     wrong = live[live >= MAX_ADDRESS][:3].tolist()
-    asked = ((opened.landing, needed.landing_bytes), (opened.patches, needed.patch_bytes))
+    landing_bytes = 0 if needed.patch_bytes else needed.landing_bytes  # patches are applied by the engine itself
+    asked = ((opened.landing, landing_bytes), (opened.patches, needed.patch_bytes))
     wrong += [address for address, size in asked if not bool(size) <= address < MAX_ADDRESS]
     if wrong:
         raise ProtocolError(f"{member} names impossible addresses: {wrong}")
