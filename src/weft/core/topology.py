@@ -54,6 +54,8 @@ class Nic:
 
 DEFAULT_OP_US = 10.0
 """What one write costs beside its bytes, where a topology does not say (measured with NIXL on an H200: 8 to 12)."""
+OP_US = {("cma", "cpu"): 0.1, ("nixl", "cpu"): 1.2}
+"""The same where it was measured otherwise, in CPU memory: rows of one kernel call, rows of one NIXL transfer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,6 +76,8 @@ class HostKind:
     """Limit of a whole host towards the network, Gb/s; 0: only its NICs."""
     cross_rail_gbps: float = 0.0
     """Limit of a whole host for traffic that changes rail, Gb/s; 0: none."""
+    cpu_gb_per_s: float = 10.0
+    """Local copy of CPU memory, one way, GB/s."""
     op_us: Mapping[str, float] = field(default_factory=dict)
     """Time of one write beside its bytes, by transport, in microseconds."""
 
@@ -179,10 +183,14 @@ class Topology:
         """Limit of one host for traffic that changes rail; infinite if there is none."""
         return self.host.cross_rail_gbps * 1e9 / 8 or np.inf
 
-    def min_run_bytes(self, transport: str) -> int:
-        """Runs from here on are worth a write of their own: packing and scattering them would take longer."""
-        op_s = self.host.op_us.get(transport, DEFAULT_OP_US) * 1e-6
-        return int(op_s * self.host.device_gb_per_s * 1e9 / 2)
+    def min_run_bytes(self, transport: str, memory: str = "cuda") -> int:
+        """Runs from here on are worth a write of their own: packing and scattering them would take longer.
+
+        `memory`: where the engine's weights lie, `cuda` (what a host's devices have) or `cpu`.
+        """
+        op_us = self.host.op_us.get(transport, OP_US.get((transport, memory), DEFAULT_OP_US))
+        copy_gb_per_s = self.host.cpu_gb_per_s if memory == "cpu" else self.host.device_gb_per_s
+        return int(op_us * 1e-6 * copy_gb_per_s * 1e9 / 2)
 
     @cached_property
     def is_local(self) -> NDArray[np.bool_]:

@@ -9,6 +9,7 @@ import numpy as np
 from weft.config import DeltaPolicy, ReceiverMode, StagingPolicy, TransferSettings
 from weft.core.plan import Plan
 from weft.core.plan_streams import Links
+from weft.devices import memory_kind
 from weft.transport.registry import IS_MAPPED
 
 NUM_SLOTS = 4
@@ -25,7 +26,8 @@ def member_links(
     is_mapped, min_run_bytes = np.zeros(shape, dtype=bool), np.zeros(shape, dtype=np.int64)
     for link, transport in transports.items():
         is_mapped[link] = transport in IS_MAPPED
-        min_run_bytes[link] = settings.min_write_bytes or plan.topology.min_run_bytes(transport)
+        memory = memory_kind(devices[link[1]])
+        min_run_bytes[link] = settings.min_write_bytes or plan.topology.min_run_bytes(transport, memory)
     is_delta = settings.delta is DeltaPolicy.ON
     in_place = settings.mode is ReceiverMode.IN_PLACE
     has_window = ~is_mapped & (in_place and not is_delta)
