@@ -18,8 +18,10 @@ from weft.core.carriage import Carriage
 from weft.core.exchange import Groups
 from weft.core.layout import DTYPE_BYTES
 from weft.core.plan import Plan
+from weft.core.plan_streams import PlanChunks, plan_chunks
 from weft.core.recipe import Op
 from weft.core.row_boxes import RowBoxes
+from weft.core.streams import Path
 from weft.errors import PlanError
 from weft.runtime.compile.columns import squeeze
 from weft.runtime.compile.grids import TrainerGrids, trainer_grids
@@ -62,46 +64,60 @@ class Parts:
         self.links = member_links(plan, transports, devices, settings)
         groups, rows = Groups.of(plan), plan.row_boxes
         _check_quantized(plan, rows)
-        boxes = PlanBoxes(plan, rows)
-        shards = {t: held_numbers(plan.trainer, t, _held_keys(join.held)) for t, join in self._trainers.items()}
-        tensors = {e: held_numbers(plan.recipe.engine, e, _engine_keys(join.held)) for e, join in self._engines.items()}
-        self._grids = {t: trainer_grids(plan, groups, t, shards[t]) for t in self._trainers}
-        grid_numbers = {t: _grid_numbers(plan, grids) for t, grids in self._grids.items()}
-        self._boxes = {
-            (t, e): boxes.link(t, e, shard=shards[t], tensor=tensors[e], grid=grid_numbers[t])
-            for t, e in zip(*(side.tolist() for side in np.nonzero(plan.pair_bytes)), strict=True)
+        self._boxes = PlanBoxes(plan, rows)
+        self._shards = {t: held_numbers(plan.trainer, t, _held_keys(join.held)) for t, join in self._trainers.items()}
+        self._tensors = {
+            e: held_numbers(plan.recipe.engine, e, _engine_keys(join.held)) for e, join in self._engines.items()
         }
-        self._encoded = {link: boxes.encode() for link, boxes in self._boxes.items()}
+        self._grids = {t: trainer_grids(plan, groups, t, self._shards[t]) for t in self._trainers}
+        self._grid_numbers = {t: _grid_numbers(plan, grids) for t, grids in self._grids.items()}
         self._places = {e: digest_places(join.held) for e, join in self._engines.items()}
-        self._streams, self._patches = self._lay_out()
+        self._linked = plan.pair_bytes > 0
+        """Pairs that are linked at all."""
+        chunks = plan_chunks(plan, self.links)
+        self.wire_bytes = chunks.pair_sum(chunks.num_bytes, self._linked.shape)
+        """What each link carries in a version that is sent whole: a matrix [trainer, engine]."""
+        landing = self._landing_room(chunks)
+        patches = self._patch_room()
+        self._landing_bytes, self._streams = landing.sum(axis=0), np.cumsum(landing, axis=0) - landing
+        self._patch_bytes, self._patches = patches.sum(axis=0), np.cumsum(patches, axis=0) - patches
 
-    def _lay_out(self) -> tuple[dict[tuple[int, int], int], dict[tuple[int, int], int]]:
-        """Where each link's stream and patches begin in the memory of its engine rank."""
-        streams, patches = {}, {}
-        self._landing_bytes = dict.fromkeys(self._engines, 0)
-        self._patch_bytes = dict.fromkeys(self._engines, 0)
-        sizes = cache(self._sizes)
-        self._wire_bytes = {}
-        for link in sorted(self._boxes):
-            engine = link[1]
-            landing, patch, self._wire_bytes[link] = sizes(self._encoded[link], self.links.carriage(*link))
-            streams[link], patches[link] = self._landing_bytes[engine], self._patch_bytes[engine]
-            self._landing_bytes[engine] += -(-landing // ALIGN) * ALIGN
-            self._patch_bytes[engine] += -(-patch // ALIGN) * ALIGN
-        return streams, patches
+    def _landing_room(self, chunks: PlanChunks) -> Int64s:
+        """Bytes each link needs in the landing area: for its stream, or for its window."""
+        shape = self._linked.shape
+        if self.links.lands_in_stream:
+            return _aligned(chunks.pair_sum(chunks.room, shape))
+        packed = chunks.path == Path.PACKED
+        largest = np.zeros(shape, dtype=np.int64)
+        np.maximum.at(largest, (chunks.sender[packed], chunks.receiver[packed]), chunks.room[packed])
+        return np.minimum(self.links.num_slots, chunks.pair_sum(packed, shape)) * _aligned(largest)
 
-    def _sizes(self, encoded: bytes, carriage: Carriage) -> tuple[int, int, int]:
-        """Bytes a link needs in the landing area and for its patches, and what it carries in a whole version."""
-        stream = LinkStream(LinkBoxes.decode(encoded), carriage)
-        landing = stream.num_bytes if carriage.lands_in_stream else stream.window_bytes
-        is_delta = self._settings.delta is DeltaPolicy.ON
-        patch = sum(image.max_patch_bytes for image in stream.images()) if is_delta else 0
-        return landing, patch, int(stream.chunk_wire_bytes.sum())
+    def _patch_room(self) -> Int64s:
+        """Bytes each link needs for its patches."""
+        room = np.zeros(self._linked.shape, dtype=np.int64)
+        if self._settings.delta is not DeltaPolicy.ON:
+            return room
+        sizes = cache(_max_patch_bytes)
+        for link in zip(*(side.tolist() for side in np.nonzero(self._linked)), strict=True):
+            room[link] = sizes(self._encoded(*link), self.links.carriage(*link))
+        return _aligned(room)
+
+    def _link_boxes(self, trainer: int, engine: int) -> LinkBoxes:
+        return self._boxes.link(
+            trainer,
+            engine,
+            shard=self._shards[trainer],
+            tensor=self._tensors[engine],
+            grid=self._grid_numbers[trainer],
+        )
+
+    def _encoded(self, trainer: int, engine: int) -> bytes:
+        return self._link_boxes(trainer, engine).encode()
 
     @property
     def has_windows(self) -> bool:
         """Whether engines drain something into their live weights."""
-        return any(self._landing_bytes.values()) and self._settings.mode is ReceiverMode.IN_PLACE
+        return bool(self._landing_bytes.any()) and self._settings.mode is ReceiverMode.IN_PLACE
 
     @property
     def holders(self) -> dict[int, frozenset[int]]:
@@ -109,22 +125,20 @@ class Parts:
         groups = frozenset().union(*(grids.groups for grids in self._grids.values()))
         return {group: frozenset(t for t, grids in self._grids.items() if group in grids.groups) for group in groups}
 
-    @property
-    def wire_bytes(self) -> dict[tuple[int, int], int]:
-        """What each link carries in a version that is sent whole."""
-        return self._wire_bytes
+    def owed(self, trainer: int) -> dict[int, int]:
+        """What a trainer writes to each engine rank in a version that is sent whole."""
+        return {int(engine): int(self.wire_bytes[trainer, engine]) for engine in np.flatnonzero(self._linked[trainer])}
 
     def opening(self, engine: int) -> Opening:
         """The memory an engine rank has to open."""
         is_delta = self._settings.delta is DeltaPolicy.ON
         is_live = self._settings.mode is ReceiverMode.IN_PLACE and not is_delta
-        return Opening(
-            is_live=is_live, landing_bytes=self._landing_bytes[engine], patch_bytes=self._patch_bytes[engine]
-        )
+        landing, patches = int(self._landing_bytes[engine]), int(self._patch_bytes[engine])
+        return Opening(is_live=is_live, landing_bytes=landing, patch_bytes=patches)
 
     def send_plan(self, trainer: int, opened: Mapping[int, Opened]) -> SendPlan:
         """What one trainer writes. It begins with the engine rank of its own number, so that all are busy."""
-        engines = sorted(engine for t, engine in self._boxes if t == trainer)
+        engines = np.flatnonzero(self._linked[trainer]).tolist()
         first = trainer % max(len(self._engines), 1)
         ordered = [e for e in engines if e >= first] + [e for e in engines if e < first]
         return SendPlan(
@@ -135,7 +149,8 @@ class Parts:
 
     def _target(self, trainer: int, engine: int, opened: Opened) -> Target:
         link = trainer, engine
-        tensors = self._boxes[link].tensors
+        boxes = self._link_boxes(trainer, engine)
+        tensors = boxes.tensors
         places = {"position": self._places[engine][tensors]}
         if opened.live:
             places["address"] = unpack(opened.live).astype(np.int64)[tensors]
@@ -143,10 +158,10 @@ class Parts:
             engine=engine,
             offer=opened.offers[self._transports[link]],
             carriage=self.links.carriage(trainer, engine),
-            boxes=self._encoded[link],
+            boxes=boxes.encode(),
             places=squeeze(places),
-            stream=opened.landing + self._streams[link] if opened.landing else 0,
-            patches=opened.patches + self._patches[link] if opened.patches else 0,
+            stream=opened.landing + int(self._streams[link]) if opened.landing else 0,
+            patches=opened.patches + int(self._patches[link]) if opened.patches else 0,
         )
 
     def receive_plan(self, engine: int, opened: Mapping[int, Opened]) -> ReceivePlan:
@@ -154,15 +169,14 @@ class Parts:
         sources = [
             Source(
                 trainer=trainer,
-                transport=self._transports[trainer, e],
-                carriage=self.links.carriage(trainer, e),
-                boxes=self._encoded[trainer, e],
-                stream=self._streams[trainer, e],
-                patches=self._patches[trainer, e],
-                endpoint=self._endpoint(trainer, e, opened[trainer]),
+                transport=self._transports[trainer, engine],
+                carriage=self.links.carriage(trainer, engine),
+                boxes=self._encoded(trainer, engine),
+                stream=int(self._streams[trainer, engine]),
+                patches=int(self._patches[trainer, engine]),
+                endpoint=self._endpoint(trainer, engine, opened[trainer]),
             )
-            for trainer, e in self._boxes
-            if e == engine
+            for trainer in np.flatnonzero(self._linked[:, engine]).tolist()
         ]
         return ReceivePlan(plan_digest=self._digest, sources=sources)
 
@@ -171,6 +185,15 @@ class Parts:
         if not self.links.carriage(trainer, engine).num_slots:
             return None
         return opened.offers[self._transports[trainer, engine]].endpoint
+
+
+def _max_patch_bytes(encoded: bytes, carriage: Carriage) -> int:
+    """No patches of a link are longer."""
+    return sum(image.max_patch_bytes for image in LinkStream(LinkBoxes.decode(encoded), carriage).images())
+
+
+def _aligned(sizes: Int64s) -> Int64s:
+    return -(-sizes // ALIGN) * ALIGN
 
 
 def digest_places(held: list[HeldShard]) -> Int64s:

@@ -740,7 +740,7 @@ class Controller:
         """The bytes a trainer writes to each engine rank; None where patches, of any length, are written."""
         if self._parts is None or self._settings.delta is DeltaPolicy.ON:
             return None
-        return {engine: n for (t, engine), n in self._parts.wire_bytes.items() if t == trainer}
+        return self._parts.owed(trainer)
 
     def _stopped(self, member: str, join: Join, message: Stopped) -> None:
         """A trainer is not writing a version that it was told to write: nobody waits for it any longer."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
 
 from weft.core.version import Decision
 from weft.runtime.control.messages import Part
@@ -47,7 +49,10 @@ class Transfer:
         late = f"version {self.version} was not ready everywhere after {version_s:.1f} s"
         return f"{late}, waiting for {', '.join(waits) or 'engines to verify it'}"
 
-    def is_sent_whole(self, owed: Mapping[tuple[int, int], int]) -> bool:
-        """Whether writers say that they have sent every byte they owe, to the engines that take part."""
-        sent = {(part.trainer, part.engine): part.num_bytes for part in self.parts}
-        return sent == {link: num_bytes for link, num_bytes in owed.items() if link[1] in self.engines}
+    def is_sent_whole(self, owed: NDArray[np.int64]) -> bool:
+        """Whether writers say that they have sent every byte of a matrix [trainer, engine], to those that take part."""
+        sent = np.zeros_like(owed)
+        for part in self.parts:
+            sent[part.trainer, part.engine] = part.num_bytes
+        engines = sorted(self.engines)
+        return bool((sent[:, engines] == owed[:, engines]).all())

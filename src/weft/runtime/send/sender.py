@@ -233,7 +233,11 @@ class Sender:
     def _batches(self) -> list[tuple[Transport[Any], Parcel]]:
         """What a version writes, through which transport; used by benchmarks."""
         links = self._sending.links if self._sending is not None else []
-        return [(self._transports[link.transport], batch) for link in links for batch in link.direct]
+        return [
+            (self._transports[link.transport], parcel)
+            for link in links
+            for parcel in (*link.direct, *link.chunks.values())
+        ]
 
     def _send(self, publication: Publication) -> None:
         """On the writer thread: wait for the turn, write, report."""
