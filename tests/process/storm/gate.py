@@ -13,7 +13,12 @@ from weft.transport.cma import CmaTransport
 from weft.transport.nixl import NixlTransport
 from weft.transport.shm import ShmTransport
 
-WRITES = ((ShmTransport, "_copy"), (ShmTransport, "_write_chunk"), (CmaTransport, "_write_chunk"))
+WRITES = (
+    (ShmTransport, "_copy"),
+    (ShmTransport, "_copy_planes"),
+    (ShmTransport, "_write_chunk"),
+    (CmaTransport, "_write_chunk"),
+)
 POSTS = ((NixlTransport, "_begin"),)
 STOP, END = "stop", "end"
 

@@ -48,8 +48,11 @@ class StormSettings:
         return self.turn_s + self.version_s + 2 * self.silence_s + 10.0
 
     def transfer(self) -> dict[str, Any]:
-        """As weft's controller takes them."""
+        """As weft's controller takes them. In place, everything passes through windows of many small slots, where the
+        transport takes descriptors."""
         return {
+            "min_write_bytes": 8 << 20 if self.mode == "in_place" else 0,
+            "window_bytes": 1 << 20,
             "transport": self.transport,
             "mode": self.mode,
             "delta": "on" if self.mode == "patch" else "off",
