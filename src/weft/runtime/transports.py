@@ -59,9 +59,9 @@ class OpenTransports:
         """Register ranges of memory with every open transport, once; how others reach them."""
         wanted = sorted(set(ranges))
         for name, transport in self._open.items():
-            for address, num_bytes in wanted:
-                if (name, address, num_bytes) not in self._descriptors:
-                    self._descriptors[name, address, num_bytes] = transport.register(address, num_bytes)[1]
+            fresh = [known for known in wanted if (name, *known) not in self._descriptors]
+            for known, descriptor in zip(fresh, transport.register_all(fresh), strict=True):
+                self._descriptors[name, *known] = descriptor
         return {
             name: Offer(endpoint=transport.endpoint, descriptors=[self._descriptors[name, *key] for key in wanted])
             for name, transport in self._open.items()

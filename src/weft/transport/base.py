@@ -288,16 +288,29 @@ class Transport(abc.ABC, Generic[AnyPeer]):
 
     def register(self, address: int, num_bytes: int) -> tuple[Handle, Descriptor]:
         """Allow writes from (as a source) and, where possible, into this memory."""
-        self._check_open()
-        if num_bytes <= 0 or address <= 0:
-            raise RegistrationError(f"cannot register {num_bytes} bytes at {address:#x}")
+        self._check_range(address, num_bytes)
         descriptor = self._describe(address, num_bytes)
         self._registered.add(address, num_bytes)
         return Handle(address=address, num_bytes=num_bytes), descriptor
 
+    def register_all(self, ranges: Sequence[tuple[int, int]]) -> list[Descriptor]:
+        """Allow writes into many ranges: address and bytes of each."""
+        return [self.register(address, num_bytes)[1] for address, num_bytes in ranges]
+
     def register_source(self, address: int, num_bytes: int) -> Handle:
         """Allow writes from this memory only; it may be host memory, where the transport is for a device's."""
-        return self.register(address, num_bytes)[0]
+        self._check_range(address, num_bytes)
+        self._registered.add(address, num_bytes)
+        return Handle(address=address, num_bytes=num_bytes)
+
+    def register_sources(self, ranges: Sequence[tuple[int, int]]) -> list[Handle]:
+        """Allow writes from many ranges."""
+        return [self.register_source(address, num_bytes) for address, num_bytes in ranges]
+
+    def _check_range(self, address: int, num_bytes: int) -> None:
+        self._check_open()
+        if num_bytes <= 0 or address <= 0:
+            raise RegistrationError(f"cannot register {num_bytes} bytes at {address:#x}")
 
     def deregister(self, handle: Handle) -> None:
         """Undo a registration; batches prepared from it must not be posted any more."""

@@ -25,7 +25,6 @@ from weft.transport.base import (
     Capabilities,
     Descriptor,
     Endpoint,
-    Handle,
     Memory,
     Ranges,
 )
@@ -158,12 +157,6 @@ class CudaIpcTransport(MappedTransport[_Peer]):
             ) from error
         data = msgspec.msgpack.encode(_DescriptorData(handle, base))
         return Descriptor(transport="cuda_ipc", address=address, num_bytes=num_bytes, data=data)
-
-    def register_source(self, address: int, num_bytes: int) -> Handle:
-        """Nothing need be shared of memory that is only read."""
-        self._check_open()
-        self._registered.add(address, num_bytes)
-        return Handle(address=address, num_bytes=num_bytes)
 
     def _open(self, endpoint: Endpoint, descriptors: Sequence[Descriptor]) -> _Peer:
         """Map the peer's allocations and its arrival cells."""

@@ -119,6 +119,10 @@ class MooncakeTransport(ChunkedTransport[_Peer]):
         self._spans.add(address, address + num_bytes)
         return Descriptor(transport="mooncake", address=address, num_bytes=num_bytes, data=b"")
 
+    def register_source(self, address: int, num_bytes: int) -> Handle:
+        """The engine has to know sources, too."""
+        return self.register(address, num_bytes)[0]
+
     def deregister(self, handle: Handle) -> None:
         """Undo a registration and tell the engine."""
         super().deregister(handle)

@@ -66,6 +66,19 @@ class _Arrival(msgspec.Struct, frozen=True):
 
 
 @dataclass
+class _Registered:
+    """NIXL's registration of some ranges."""
+
+    handle: Any
+    count: int
+
+    def is_last(self) -> bool:
+        """One of the ranges is not needed any more; whether that was the last."""
+        self.count -= 1
+        return self.count == 0
+
+
+@dataclass
 class _Arrived:
     """What one writer has announced under a tag: announcements may overtake each other."""
 
@@ -144,7 +157,8 @@ class NixlTransport(Transport[_Peer]):
         if devices:
             parameters["engine_config"] = f"NET_DEVICES={devices}"
         self._agent = _make_agent(api, self._agent_name, parameters)
-        self._lists: dict[tuple[int, int], Any] = {}
+        self._lists: dict[tuple[int, int], _Registered | None] = {}
+        """What NIXL knows; None: as a part of something else."""
         self._host_sources: set[tuple[int, int]] = set()
         """Pinned host memory writes may come from, where this transport is for a GPU's."""
         self._arrived: dict[tuple[int, int], _Arrived] = {}
@@ -158,32 +172,60 @@ class NixlTransport(Transport[_Peer]):
         return Endpoint(transport="nixl", member=self.member, data=msgspec.msgpack.encode(data))
 
     def _describe(self, address: int, num_bytes: int) -> Descriptor:
-        inside = any(
-            start <= address and address + num_bytes <= start + size
-            for (start, size), registered in self._lists.items()
-            if registered is not None
-        )
-        if inside:  # NIXL does not find memory that is registered twice
-            self._lists.setdefault((address, num_bytes), None)
-        else:
-            self._lists[address, num_bytes] = self._register(address, num_bytes, self._device_number, self._kind)
+        self._make_known([(address, num_bytes)])
         return Descriptor(transport="nixl", address=address, num_bytes=num_bytes, data=b"")
+
+    def register_all(self, ranges: Sequence[tuple[int, int]]) -> list[Descriptor]:
+        """All ranges by one call of NIXL."""
+        for address, num_bytes in ranges:
+            self._check_range(address, num_bytes)
+        self._make_known(ranges)
+        for address, num_bytes in ranges:
+            self._registered.add(address, num_bytes)
+        return [Descriptor(transport="nixl", address=a, num_bytes=n, data=b"") for a, n in ranges]
+
+    def _make_known(self, ranges: Sequence[tuple[int, int]]) -> None:
+        """Register what does not lie inside something registered: NIXL does not find memory it knows twice."""
+        wanted = [known for known in dict.fromkeys(ranges) if known not in self._lists]
+        old = [known for known, registered in self._lists.items() if registered is not None]
+        fresh, furthest = [], -1
+        for start, size, is_new in sorted(
+            [(*known, False) for known in old] + [(*known, True) for known in wanted],
+            key=lambda entry: (entry[0], -entry[1], entry[2]),
+        ):
+            if is_new and start + size > furthest:
+                fresh.append((start, size))
+            furthest = max(furthest, start + size)
+        if fresh:
+            registered = _Registered(self._register(fresh, self._device_number, self._kind), len(fresh))
+            self._lists |= dict.fromkeys(fresh, registered)
+        for known in wanted:
+            self._lists.setdefault(known, None)
 
     def register_source(self, address: int, num_bytes: int) -> Handle:
         """Pinned host memory is known to NIXL as such, also where this transport is for a GPU's."""
         if self._kind == "DRAM" or not _is_pinned(address, num_bytes):
-            return super().register_source(address, num_bytes)
-        self._lists[address, num_bytes] = self._register(address, num_bytes, 0, "DRAM")
+            return self.register(address, num_bytes)[0]
+        self._check_range(address, num_bytes)
+        self._lists[address, num_bytes] = _Registered(self._register([(address, num_bytes)], 0, "DRAM"), 1)
         self._host_sources.add((address, num_bytes))
         self._registered.add(address, num_bytes)
         return Handle(address=address, num_bytes=num_bytes)
 
-    def _register(self, address: int, num_bytes: int, device: int, kind: str) -> Any:
+    def register_sources(self, ranges: Sequence[tuple[int, int]]) -> list[Handle]:
+        """Memory of the device, by one call of NIXL."""
+        self.register_all(ranges)
+        return [Handle(address=address, num_bytes=num_bytes) for address, num_bytes in ranges]
+
+    def _register(self, ranges: Sequence[tuple[int, int]], device: int, kind: str) -> Any:
         """NIXL's own registration."""
         try:
-            return self._agent.register_memory([(address, num_bytes, device, "")], kind)
+            return self._agent.register_memory([(*known, device, "") for known in ranges], kind)
         except Exception as error:
-            raise RegistrationError(f"NIXL cannot register {num_bytes} bytes at {address:#x}: {error}") from error
+            total = sum(size for _, size in ranges)
+            raise RegistrationError(
+                f"NIXL cannot register {total} bytes in {len(ranges)} ranges from {ranges[0][0]:#x} on: {error}"
+            ) from error
 
     def allocate(self, num_bytes: int) -> Memory:
         """Memory of the device."""
@@ -200,8 +242,8 @@ class NixlTransport(Transport[_Peer]):
         if not self._registered.has(handle.address, handle.num_bytes):
             self._host_sources.discard((handle.address, handle.num_bytes))
             registered = self._lists.pop((handle.address, handle.num_bytes), None)  # none where this was torn down
-            if registered is not None:
-                self._agent.deregister_memory(registered)
+            if registered is not None and registered.is_last():
+                self._agent.deregister_memory(registered.handle)
 
     def _open(self, endpoint: Endpoint, descriptors: Sequence[Descriptor]) -> _Peer:
         where = msgspec.msgpack.decode(endpoint.data, type=_EndpointData)
@@ -379,9 +421,8 @@ class NixlTransport(Transport[_Peer]):
 
     def _release(self) -> None:
         """Without its agent nothing of this process is reachable: connections and keys end with it."""
-        for registered in self._lists.values():
-            if registered is not None:
-                self._agent.deregister_memory(registered)
+        for registered in {id(known): known for known in self._lists.values() if known is not None}.values():
+            self._agent.deregister_memory(registered.handle)
         for transfer in list(self._transfers):
             transfer.handle = None
         self._lists, self._agent = {}, None

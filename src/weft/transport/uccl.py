@@ -132,6 +132,10 @@ class UcclTransport(Transport[_Peer]):
         data = self._engine.get_serialized_descs([descriptor])
         return Descriptor(transport="uccl", address=address, num_bytes=num_bytes, data=data)
 
+    def register_source(self, address: int, num_bytes: int) -> Handle:
+        """The engine has to know sources, too."""
+        return self.register(address, num_bytes)[0]
+
     def deregister(self, handle: Handle) -> None:
         """Undo a registration and tell UCCL with the last one of this memory."""
         super().deregister(handle)

@@ -288,7 +288,6 @@ class Sender:
         abandoned = {link.engine for link in self._sending.links if link.peer in cut.get(link.transport, ())}
         self._abandoned |= abandoned
         self._transports.open(cut, self._control.settings)
-        self._transports.offers(self._weights.ranges)
         self._follow(self._plan)
         return abandoned
 
@@ -400,7 +399,7 @@ class Sender:
 
     def _open(self, number: int, names: list[str]) -> None:
         self._transports.open(names, self._control.settings)
-        self._control.post(Opened(round=number, offers=self._transports.offers(self._weights.ranges)))
+        self._control.post(Opened(round=number, offers=self._transports.offers(())))
 
     def _forget_plan(self) -> None:
         """A new plan: what was kept for the old one is given back."""

@@ -27,7 +27,7 @@ from weft.runtime.send.outgoing import Outgoing
 from weft.runtime.send.pipeline import Room
 from weft.runtime.transports import OpenTransports
 from weft.runtime.weights import Weights
-from weft.transport.base import Batch, Handle, Memory
+from weft.transport.base import Batch, Handle, Memory, Ranges
 from weft.transport.mapped import MappedTransport
 
 Int64s = NDArray[np.int64]
@@ -52,6 +52,12 @@ class Sending:
         self._patcher = patcher_for(CPU if on_host else device)
         self._allocate = partial(own_memory, device, on_host=on_host)
         self._registered: list[tuple[str, Handle]] = []
+        self._ranges = Ranges()
+        for address, num_bytes in weights.ranges:
+            if num_bytes:
+                self._ranges.add(address, num_bytes)
+        self._read: dict[str, set[tuple[int, int]]] = {}
+        """Ranges of weights that each transport knows."""
         self._source = np.array([held.address for held in weights.held], dtype=np.int64)
         grids = held_grids(plan.grids, weights.held)
         self.converter = converter_for(device, grids, allow_nonfinite=settings.allow_nonfinite)
@@ -75,6 +81,7 @@ class Sending:
         try:
             link.peer = self.transports[endpoint.transport].connect(endpoint, target.offer.descriptors)
             tables = program.stream.straight(self._source, program.to, program.position)
+            self._register_read(endpoint.transport, tables)
             stream = program.stream
             link.needs = stream.credits_needed
             num_parts = 1 if link.has_window else stream.num_packed
@@ -82,6 +89,20 @@ class Sending:
         except TransportError as error:
             link.obstacle = str(error)
         return link
+
+    def _register_read(self, transport: str, tables: Sequence[Planes]) -> None:
+        """Register the memory of weights that are read straight, as far as it is not."""
+        if not tables:
+            return
+        address, num_bytes = joined(tables).src_spans
+        starts, ends = self._ranges.columns()
+        used = np.unique(self._ranges.find(address, num_bytes, whose="this trainer"))
+        ranges = zip(starts[used].tolist(), (ends - starts)[used].tolist(), strict=True)
+        known = self._read.setdefault(transport, set())
+        fresh = [each for each in ranges if each not in known]
+        known.update(fresh)
+        handles = self.transports[transport].register_sources(fresh)
+        self._registered += [(transport, handle) for handle in handles]
 
     def _parcel(self, link: Link, tables: Sequence[Planes]) -> Parcel:
         """Something a link writes: planes, or rows where the transport takes descriptors."""
