@@ -22,6 +22,7 @@ from weft.runtime.controller.controller import Controller
 from weft.runtime.receive.receiver import Receiver
 from weft.runtime.send.sender import Sender
 from weft.runtime.weights import Weights
+from weft.transport.mapped import DirectBatch
 
 BOUND_S = 30.0
 NOWHERE = "tcp://127.0.0.1:9"
@@ -178,7 +179,8 @@ def test_a_revoked_trainer_reaches_nothing_that_is_used(tmp_path, transport):
             mine[:] = -1
             for way, batch in revoked._batches():
                 with contextlib.suppress(WeftError):
-                    way.post_direct([batch], tag=3)[0].wait(2.0)
+                    post = way.post_direct if isinstance(batch, DirectBatch) else way.post_all
+                    post([batch], tag=3)[0].wait(2.0)
             update.commit()
             publication.wait_committed(BOUND_S)
         assert (engine == 2).all()

@@ -125,7 +125,7 @@ def _without(plan: Plan, row: int) -> Plan:
     keep = np.arange(plan.num_rows) != row
     routes = np.repeat(keep, plan.fan_out)
     first = np.concatenate([[0], np.cumsum(plan.fan_out[keep])])
-    columns = {name: getattr(plan, name)[keep] for name in ("piece", "shard", "dst_lo", "src_lo", "extent", "path")}
+    columns = {name: getattr(plan, name)[keep] for name in ("piece", "shard", "dst_lo", "src_lo", "extent")}
     return replace(plan, **columns, first=first, sender=plan.sender[routes])
 
 
@@ -133,7 +133,7 @@ def _twice(plan: Plan, row: int) -> Plan:
     order = np.sort(np.append(np.arange(plan.num_rows), row))
     first = np.concatenate([[0], np.cumsum(plan.fan_out[order])])
     sender = np.concatenate([plan.sender[plan.first[i] : plan.first[i + 1]] for i in order])
-    columns = {name: getattr(plan, name)[order] for name in ("piece", "shard", "dst_lo", "src_lo", "extent", "path")}
+    columns = {name: getattr(plan, name)[order] for name in ("piece", "shard", "dst_lo", "src_lo", "extent")}
     return replace(plan, **columns, first=first, sender=sender)
 
 
