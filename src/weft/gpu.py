@@ -26,7 +26,9 @@ from weft.core.planes import Planes
 from weft.native import Column
 
 LARGE_BYTES = 1 << 20
-"""Rows from here on are left to the driver's own copy, which reaches the limit of the memory."""
+"""Rows from here on are left to the driver's own copy, which reaches the limit of the memory…"""
+MAX_LARGE_ROWS = 32
+"""… unless there are more than this: a call for each would take longer than the copies."""
 COPY_TILE_BYTES = 32 << 10
 BLOCK_BYTES = 16 << 10
 """A block of the digest's space; a tile of the digest lies inside one."""
@@ -247,7 +249,7 @@ class GpuWork:
         return [self.copy_digest(dst, src, position, length, num_threads=num_threads)]
 
     def _launch_copy(self, dst: Column, src: Column, length: Column) -> None:
-        for row in np.flatnonzero(length >= LARGE_BYTES).tolist():
+        for row in np.flatnonzero(_is_large(length)).tolist():
             size = int(length[row])
             self.view(int(dst[row]), size).copy_(self.view(int(src[row]), size), non_blocking=True)
         for tiles in self._tables((dst, src, length), _copy_tiles):
@@ -309,9 +311,15 @@ class GpuWork:
 Tables = tuple[NDArray[np.int64], ...]
 
 
+def _is_large(length: Column) -> NDArray[np.bool_]:
+    """Rows that are copied by calls of their own."""
+    large = length >= LARGE_BYTES
+    return large & bool(large.sum() <= MAX_LARGE_ROWS)
+
+
 def _copy_tiles(dst: Column, src: Column, length: Column) -> list[tuple[Tables, int]]:
     """Small rows as tiles, sorted by how well they are aligned; counts in elements."""
-    small = length < LARGE_BYTES
+    small = ~_is_large(length)
     dst, src, length = dst[small], src[small], length[small]
     row, offset, size = _cut(length, np.zeros(len(length), dtype=np.int64), COPY_TILE_BYTES)
     src_tile, dst_tile = src.astype(np.int64)[row] + offset, dst.astype(np.int64)[row] + offset
