@@ -141,6 +141,18 @@ class _AmaxTables:
     num_whole: int
 
 
+@dataclass(frozen=True, slots=True)
+class _ScaleTable:
+    """The scales a chunk carries."""
+
+    begin: int
+    """Byte of the image at which the first one lies."""
+    num_floats: int
+    """From the first to the last one."""
+    to: torch.Tensor
+    block: torch.Tensor
+
+
 class GpuConverter:
     """Conversions of one GPU's memory, on a stream of their own."""
 
@@ -158,6 +170,7 @@ class GpuConverter:
         self._where: dict[int, list[_AmaxTables]] = {}
         self._quantized: dict[tuple[int, int], list[tuple[QuantizeTiles, int]]] = {}
         self._planes: dict[tuple[int, int], Planes] = {}
+        self._scales: dict[int, _ScaleTable | None] = {}
 
     def find_amax(self, group: int) -> None:
         """Raises CodecError, naming the tensor, for numbers that are not finite."""
@@ -241,9 +254,10 @@ class GpuConverter:
             for tiles, width in self._quantize_tiles(chunk, image):
                 tiles.amax.copy_(self._amax[tiles.number])
                 quantize(tiles, width=width, known_amax=True, careful=self._allow_nonfinite)
+            self._write_scales(chunk, image)
             for box, at in chunk.boxes:
-                if box.op != Op.QUANTIZE:
-                    self._copy_box(box, image + at)
+                if box.op == Op.CAST:
+                    self._cast(box, image + at)
 
     def _moved(self, chunk: ChunkFill, image: int) -> Planes:
         """What is copied, at its place; kept, because tables of copies are found by it."""
@@ -252,19 +266,46 @@ class GpuConverter:
             self._planes[key] = chunk.planes.moved(dst=image)
         return self._planes[key]
 
-    def _copy_box(self, box: Conversion, to: int) -> None:
-        """Casts and scales: a copy that torch converts."""
+    def _cast(self, box: Conversion, to: int) -> None:
+        """A copy that torch converts."""
         dtype = _TORCH[DTYPES[box.dst_dtype]]
         target = self._matrix(to, box.columns * dtype.itemsize, box.rows, box.columns, dtype)
-        if box.op == Op.CAST:
-            source_dtype = _TORCH[DTYPES[box.src_dtype]]
-            target.copy_(self._matrix(box.src, box.stride, box.rows, box.columns, source_dtype))
-            return
-        shape = self._grids[box.grid].grid.shape
-        start = self.spread.start(box.grid)
-        scale = self._scale[start : start + shape[0] * shape[1]].view(shape)
-        rows = slice(box.first_row, box.first_row + box.rows)
-        target.copy_(scale[rows, box.first_column : box.first_column + box.columns])
+        source_dtype = _TORCH[DTYPES[box.src_dtype]]
+        target.copy_(self._matrix(box.src, box.stride, box.rows, box.columns, source_dtype))
+
+    def _write_scales(self, chunk: ChunkFill, image: int) -> None:
+        """The scales of all matrices of a chunk, by one pass over a table of them."""
+        key = id(chunk)
+        if key not in self._scales:
+            self._scales[key] = self._scale_table(chunk)
+        table = self._scales[key]
+        if table is not None:
+            target = self._work.view(image + table.begin, 4 * table.num_floats).view(torch.float32)
+            scales = self._scale[table.block]
+            if target.device.type == "cpu":  # pinned memory of the host
+                target[table.to.cpu()] = scales.cpu()
+            else:
+                target[table.to] = scales
+
+    def _scale_table(self, chunk: ChunkFill) -> _ScaleTable | None:
+        """Which block's scale goes where, counted in floats from the first one on."""
+        to, block = [], []
+        for box, at in chunk.boxes:
+            if box.op == Op.SCALE:
+                row, column = np.divmod(np.arange(box.rows * box.columns), box.columns)
+                width = self._grids[box.grid].grid.shape[1]
+                to.append(at // 4 + np.arange(box.rows * box.columns))
+                block.append(self.spread.start(box.grid) + (box.first_row + row) * width + box.first_column + column)
+        if not to:
+            return None
+        places, blocks = np.concatenate(to), np.concatenate(block)
+        first = int(places.min())
+        return _ScaleTable(
+            begin=4 * first,
+            num_floats=int(places.max()) - first + 1,
+            to=torch.from_numpy(places - first).to(self._device),
+            block=torch.from_numpy(blocks).to(self._device),
+        )
 
     def _matrix(self, address: int, stride: int, rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
         """Memory as a matrix with rows `stride` bytes apart."""
