@@ -25,6 +25,7 @@ PIPELINE = json.loads((ROOT / "benchmarks/results/pipeline.json").read_text())
 RL = json.loads((ROOT / "benchmarks/results/rl.json").read_text())
 RL_GPU = json.loads((ROOT / "benchmarks/results/rl_h200.json").read_text())
 VLLM = json.loads((ROOT / "benchmarks/results/vllm.json").read_text())
+COMPILE = json.loads((ROOT / "benchmarks/results/compile.json").read_text())
 SPARSITY = json.loads((ROOT / "benchmarks/results/sparsity.json").read_text())
 FILES = (
     "README.md",
@@ -56,6 +57,27 @@ def planning() -> str:
     header = ("case", "trainers → engines", "routes", "planned in", "memory", "busiest sender", "over the bound")
     growth = f"Over the first three sizes the time grows as routes^{PLANNING['growth_exponent']:.2f}. {machine()}"
     return f"{table(header, rows)}\n\n{growth}"
+
+
+def compiled() -> str:
+    """What members get of a plan."""
+    header = ("case", "trainers → engines", "runs", "writes", "boxes", "shipped", "compiled in")
+    rows = [
+        (
+            f"`{row['case']}`",
+            f"{row['trainer']} → {row['engine']}",
+            f"{row['num_runs']:,}",
+            f"{row['num_writes']:,}",
+            f"{row['trainer_boxes']:,} / {row['engine_boxes']:,}",
+            f"{row['trainer_shipped_bytes'] / 1e3:.0f} / {row['engine_shipped_bytes'] / 1e3:.0f} kB",
+            f"{row['trainer_compile_s']:.2f} / {row['engine_compile_s']:.2f} s",
+        )
+        for row in COMPILE["rows"]
+    ]
+    found = COMPILE["machine"]
+    where = f"{found['cores']} cores of {found['cpu']}"
+    note = f"Boxes, bytes and processor time of the busiest trainer / engine rank; {where}."
+    return f"{table(header, rows)}\n\n{note}"
 
 
 def _plan_row(name: str, row: dict[str, Any]) -> tuple[str, ...]:
@@ -450,6 +472,7 @@ BLOCKS = {
     "transfer-gpu": transfer_gpu,
     "transfer-summary": transfer_summary,
     "plan-example": plan_example,
+    "compiled": compiled,
     "planning": planning,
     "predictions": predictions,
     "vllm-stall": vllm_stall,
