@@ -14,25 +14,17 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from weft.config import DeltaPolicy
-from weft.errors import TransferTimeout, TransportError
 from weft.runtime.control.messages import Amax
 from weft.runtime.send.job import Chunk, Job, Link, Parcel, Sent
 from weft.runtime.send.pipeline import Flow, Stage, run
+from weft.runtime.send.posting import post_all, wait_all
 from weft.runtime.send.sending import Sending
-from weft.transport.base import Batch, Ticket, Transport
-from weft.transport.mapped import DirectBatch, MappedTransport
+from weft.runtime.send.windows import Windows
+from weft.transport.base import Ticket
 
-Posted = list[tuple[int, Ticket]]
-"""Engine ranks and what is being written to them."""
-
-
-CREDIT_S = 0.00003
-"""How long to wait between looks at credits."""
 RunStages = Callable[[Flow, Sequence[Stage]], None]
 
 
@@ -50,14 +42,14 @@ def send_version(
     if whole and sending.mirror is not None:
         run_stages(job.flow, [h2d_stage(sending)])
         job.on_released()
-    posted = _post_all(sending, job, whole, sent)
+    posted = post_all(sending, job, whole, sent)
     numbers = [n for n, chunk in enumerate(sending.chunks) if any(link.engine in sent for link in chunk.links)]
     if numbers or sending.groups:  # others may need the magnitudes of what this trainer holds and does not send
         _begin_version(sending, job, numbers)
         is_read = any(link.direct for link in wanted)
         run_stages(job.flow, VersionStages(sending, job, numbers, sent, tell).all(releases=not is_read))
         job.peak_staging_bytes = sending.room.peak_bytes
-    _wait_all(job, posted, sent)
+    wait_all(job, posted, sent)
     return sent
 
 
@@ -83,97 +75,6 @@ def _begin_version(sending: Sending, job: Job, numbers: list[int]) -> None:
         outgoing.outgoing.begin(job.go.version, takers)
     sending.room.empty()
     sending.room.skip_to(numbers[0] if numbers else 0)
-
-
-def _post_all(sending: Sending, job: Job, parcels: list[tuple[Link, Parcel]], sent: dict[int, Sent]) -> Posted:
-    """Start writes, those over one transport together."""
-    job.flow.check()
-    posted: Posted = []
-    parcels = [(link, parcel) for link, parcel in parcels if not sent[link.engine].loss]
-    for name in sorted({link.transport for link, _ in parcels}):
-        mine = [(link.engine, parcel) for link, parcel in parcels if link.transport == name]
-        tickets = _post(sending.transports[name], [parcel for _, parcel in mine], job.go.version + 1)
-        job.posted(tickets, sum(parcel.num_writes for _, parcel in mine if isinstance(parcel, Batch)))
-        posted += [(engine, ticket) for (engine, _), ticket in zip(mine, tickets, strict=True)]
-    return posted
-
-
-def _post(transport: Transport[Any], parcels: list[Parcel], tag: int) -> list[Ticket]:
-    """Start writing what is of one kind, in one go."""
-    direct = [parcel for parcel in parcels if isinstance(parcel, DirectBatch)]
-    if direct:
-        assert isinstance(transport, MappedTransport)
-        return transport.post_direct(direct, tag)
-    return transport.post_all([parcel for parcel in parcels if isinstance(parcel, Batch)], tag)
-
-
-def _wait_all(job: Job, posted: Posted, sent: dict[int, Sent]) -> int:
-    """Wait for writes; returns the bytes that were written."""
-    num_bytes = 0
-    for engine, ticket in posted:
-        try:
-            done = ticket.wait(max(job.deadline - time.monotonic(), 0.0))
-            num_bytes += done.num_bytes
-            sent[engine].num_bytes += done.num_bytes
-            sent[engine].digest += done.digest
-        except TransportError as error:
-            sent[engine].loss = sent[engine].loss or str(error)
-    return num_bytes
-
-
-class Windows:
-    """Chunks that wait for room in the windows of engine ranks, each for its own.
-
-    consumes      chunks, in the order of each link; credits, which engine ranks return when they have drained a chunk
-    produces      writes, and what came of them
-    waits for     credits, on the thread of stage `write`         unblocked by   engines, a failed version, the deadline
-    """
-
-    def __init__(self, sending: Sending, job: Job, sent: dict[int, Sent]) -> None:
-        self._of, self._job, self._sent = sending, job, sent
-        self._waiting: dict[int, deque[tuple[Link, int, Parcel]]] = {}
-        """Chunks of each engine rank that have no room yet."""
-        self._posted: dict[tuple[int, int], Posted] = {}
-        self._lock = threading.Lock()
-
-    def post(self, link: Link, chunk: int, parcel: Parcel) -> None:
-        """Write a chunk as soon as there is room for it."""
-        with self._lock:
-            self._waiting.setdefault(link.engine, deque()).append((link, chunk, parcel))
-        self._pump()
-
-    def _pump(self) -> None:
-        """Start writing what has room now."""
-        with self._lock:
-            for engine, waiting in self._waiting.items():
-                while waiting and self._has_room(*waiting[0][:2]):
-                    link, chunk, parcel = waiting.popleft()
-                    self._posted[engine, chunk] = _post_all(self._of, self._job, [(link, parcel)], self._sent)
-
-    def _has_room(self, link: Link, chunk: int) -> bool:
-        if self._sent[link.engine].loss or not link.needs[chunk]:
-            return True
-        drained = self._of.transports[link.transport].arrived(self._job.go.version + 1, writer=link.engine)
-        return drained >= link.needs[chunk]
-
-    def wait(self, links: Sequence[Link], chunk: int) -> int:
-        """Wait until a chunk was written to all of these; returns the bytes that were."""
-        num_bytes = 0
-        for link in links:
-            if link.engine not in self._sent or self._sent[link.engine].loss:
-                continue
-            while not self._is_written(link.engine, chunk):
-                self._pump()
-                self._job.flow.check()
-                if time.monotonic() > self._job.deadline:
-                    raise TransferTimeout(f"engine {link.engine} did not make room for chunk {chunk} in time")
-                time.sleep(CREDIT_S)
-            num_bytes += _wait_all(self._job, self._posted.pop((link.engine, chunk)), self._sent)
-        return num_bytes
-
-    def _is_written(self, engine: int, chunk: int) -> bool:
-        posted = self._posted.get((engine, chunk))
-        return posted is not None and all(ticket.done for _, ticket in posted)
 
 
 class VersionStages:
@@ -296,8 +197,8 @@ class VersionStages:
         batches = [(link, self._batch(link, item)) for link in links]
         at_once = [(link, batch) for link, batch in batches if not link.has_window]
         beside = [(link, link.direct[chunk.number]) for link, _ in at_once if chunk.number < len(link.direct)]
-        posted = _post_all(self._of, self._job, at_once, self._sent)
-        posted += _post_all(self._of, self._job, beside, self._sent)
+        posted = post_all(self._of, self._job, at_once, self._sent)
+        posted += post_all(self._of, self._job, beside, self._sent)
         self._posted[item] = posted, time.monotonic()
         for link, batch in batches:
             if link.has_window:
@@ -316,7 +217,7 @@ class VersionStages:
         """Wait until a chunk was written everywhere; its memory is free then."""
         number, chunk = self._numbers[item], self._chunk(item)
         posted, began = self._posted.pop(item)
-        num_bytes = _wait_all(self._job, posted, self._sent)
+        num_bytes = wait_all(self._job, posted, self._sent)
         num_bytes += self._windows.wait([link for link in chunk.links if link.has_window], chunk.number)
         end = time.monotonic()
         self._job.flow.span("write", max(began, self._last_end), end, num_bytes)

@@ -1,0 +1,51 @@
+"""Starting writes of a version, and waiting for them: those of one transport together."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from weft.errors import TransportError
+from weft.runtime.send.job import Job, Link, Parcel, Sent
+from weft.runtime.send.sending import Sending
+from weft.transport.base import Batch, Ticket, Transport
+from weft.transport.mapped import DirectBatch, MappedTransport
+
+Posted = list[tuple[int, Ticket]]
+"""Engine ranks and what is being written to them."""
+
+
+def post_all(sending: Sending, job: Job, parcels: list[tuple[Link, Parcel]], sent: dict[int, Sent]) -> Posted:
+    """Start writes, those over one transport together."""
+    job.flow.check()
+    posted: Posted = []
+    parcels = [(link, parcel) for link, parcel in parcels if not sent[link.engine].loss]
+    for name in sorted({link.transport for link, _ in parcels}):
+        mine = [(link.engine, parcel) for link, parcel in parcels if link.transport == name]
+        tickets = _post(sending.transports[name], [parcel for _, parcel in mine], job.go.version + 1)
+        job.posted(tickets, sum(parcel.num_writes for _, parcel in mine if isinstance(parcel, Batch)))
+        posted += [(engine, ticket) for (engine, _), ticket in zip(mine, tickets, strict=True)]
+    return posted
+
+
+def _post(transport: Transport[Any], parcels: list[Parcel], tag: int) -> list[Ticket]:
+    """Start writing what is of one kind, in one go."""
+    direct = [parcel for parcel in parcels if isinstance(parcel, DirectBatch)]
+    if direct:
+        assert isinstance(transport, MappedTransport)
+        return transport.post_direct(direct, tag)
+    return transport.post_all([parcel for parcel in parcels if isinstance(parcel, Batch)], tag)
+
+
+def wait_all(job: Job, posted: Posted, sent: dict[int, Sent]) -> int:
+    """Wait for writes; returns the bytes that were written."""
+    num_bytes = 0
+    for engine, ticket in posted:
+        try:
+            done = ticket.wait(max(job.deadline - time.monotonic(), 0.0))
+            num_bytes += done.num_bytes
+            sent[engine].num_bytes += done.num_bytes
+            sent[engine].digest += done.digest
+        except TransportError as error:
+            sent[engine].loss = sent[engine].loss or str(error)
+    return num_bytes
