@@ -157,9 +157,14 @@ class LinkStream:
         tensors lie in the digest's space; None: not digested.
         """
         units = np.flatnonzero(self.units.chunk < self.num_straight)
-        extent, width = self.units.extent[units], self._width[units]
-        src_strides, dst_strides = self._src_strides[units], self._dst_strides[units]
-        position = None if place is None else self._destination(place)[units]
+        tables = self._written(units, self._source(source)[units], self._src_strides[units], to, place)
+        return tables[: self.num_straight]
+
+    def _written(
+        self, units: Int64s, src: Int64s, src_strides: Int64s, to: Int64s | int, place: Int64s | None
+    ) -> list[Planes]:
+        """What is written of some units, by Chunk: `src` and `src_strides` say where they are read."""
+        extent, dst_strides = self.units.extent[units], self._dst_strides[units]
         if isinstance(to, int):
             planes = planes_of(extent, src_strides, self._compact[units], dst_strides)
             landed = self.units.offset[units] + to
@@ -167,9 +172,14 @@ class LinkStream:
             planes = planes_of(extent, src_strides, dst_strides, dst_strides)
             landed = self._destination(to)[units]
         table = Planes.of(
-            planes, src=self._source(source)[units], dst=landed, width=width, position=position, memories=(0, 1, 2)
+            planes,
+            src=src,
+            dst=landed,
+            width=self._width[units],
+            position=None if place is None else self._destination(place)[units],
+            memories=(0, 1, 2),
         )
-        return self._by_chunk(planes, units, table, 0, self.num_straight)
+        return self._by_chunk(planes, units, table, 0, self.num_chunks)
 
     def fills(self, source: Int64s) -> list[ChunkFill]:
         """How each packed Chunk is filled; places are relative to its beginning."""
@@ -235,24 +245,8 @@ class LinkStream:
     def parcels(self, to: Int64s | int, place: Int64s | None) -> list[Planes]:
         """What each packed Chunk writes: sources count from its beginning; `to` and `place` as for `straight`."""
         units = np.flatnonzero(self.units.chunk >= self.num_straight)
-        extent, dst_strides = self.units.extent[units], self._dst_strides[units]
-        compact = self._compact[units]
-        if isinstance(to, int):
-            planes = planes_of(extent, compact, compact, dst_strides)
-            landed = self.units.offset[units] + to
-        else:
-            planes = planes_of(extent, compact, dst_strides, dst_strides)
-            landed = self._destination(to)[units]
         at = self.units.offset - self.chunks.begin[self.units.chunk]
-        table = Planes.of(
-            planes,
-            src=at[units],
-            dst=landed,
-            width=self._width[units],
-            position=None if place is None else self._destination(place)[units],
-            memories=(0, 1, 2),
-        )
-        return self._by_chunk(planes, units, table, self.num_straight, self.num_chunks)
+        return self._written(units, at[units], self._compact[units], to, place)[self.num_straight :]
 
     # An engine's tables
 
