@@ -1,0 +1,97 @@
+"""Compiling parts of a plan: tables that travel, links, and what engines are asked to open."""
+
+from __future__ import annotations
+
+import zlib
+
+import msgspec
+import numpy as np
+import pytest
+
+from tests.unit.test_plan import small_plan
+from weft.config import TransferSettings
+from weft.errors import ProtocolError
+from weft.runtime.compile.columns import expand, squeeze
+from weft.runtime.compile.link_boxes import LinkBoxes, PlanBoxes, distinct_rows
+from weft.runtime.compile.links import NUM_SLOTS, SMALLEST_SLOT, member_links
+
+
+def test_columns_and_tables_survive_the_journey():
+    columns = {"a": np.arange(1000) * 7, "b": np.array([[1, -2], [3, 4]]), "c": np.zeros(0, dtype=np.int64)}
+    found = expand(squeeze(columns), ["a", "b", "c"])
+    assert all(np.array_equal(found[name], column) for name, column in columns.items())
+
+
+def test_tables_that_repeat_themselves_are_small():
+    assert len(squeeze({"a": np.arange(100_000) * 4096})) < 8000, "of 800,000 bytes"
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"garbage",
+        msgspec.msgpack.encode({"shapes": {"a": [2]}, "data": zlib.compress(bytes(15))}),
+        msgspec.msgpack.encode({"shapes": {"a": [2]}, "data": zlib.compress(bytes(24))}),
+        msgspec.msgpack.encode({"shapes": {"a": [2]}, "data": b"not compressed"}),
+        msgspec.msgpack.encode({"shapes": {"b": [2]}, "data": zlib.compress(bytes(16))}),
+        msgspec.msgpack.encode({"shapes": {"a": [-2]}, "data": zlib.compress(b"")}),
+        msgspec.msgpack.encode({"shapes": {"a": [1 << 40]}, "data": zlib.compress(b"")}),
+        msgspec.msgpack.encode({"shapes": {"a": [1 << 20, 1 << 20]}, "data": zlib.compress(b"")}),
+    ],
+)
+def test_damaged_tables_are_refused(data):
+    with pytest.raises(ProtocolError, match="damaged"):
+        expand(data, ["a"])
+
+
+def link_boxes() -> LinkBoxes:
+    plan = small_plan(dtype="bf16")
+    numbers = {"shard": np.arange(len(plan.trainer.lo)), "tensor": np.arange(len(plan.recipe.engine.lo))}
+    return PlanBoxes(plan, plan.row_boxes).link(0, 0, grid=np.full(len(plan.trainer.tensors), -1), **numbers)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("kind", 10**6), ("kind", -1), ("dst", 10**6), ("extent", 0), ("what", 99)],
+)
+def test_boxes_that_do_not_fit_together_are_refused(name, value):
+    boxes = link_boxes()
+    column = getattr(boxes, name).copy()
+    column.reshape(-1)[-1] = value
+    names = LinkBoxes.__slots__
+    altered = LinkBoxes(**{other: column if other == name else getattr(boxes, other) for other in names})
+    assert len(LinkBoxes.decode(boxes.encode())) == len(boxes)
+    with pytest.raises(ProtocolError, match="does not fit together"):
+        LinkBoxes.decode(altered.encode())
+
+
+def test_equal_rows_are_found():
+    table = np.array([[1, 2], [3, 4], [1, 2], [3, 5]])
+    rows, number = distinct_rows(table)
+    assert len(rows) == 3
+    assert np.array_equal(rows[number], table)
+
+
+@pytest.mark.parametrize(
+    ("transport", "mode", "delta", "window"),
+    [
+        ("shm", "in_place", "off", False),
+        ("cma", "in_place", "off", True),
+        ("nixl", "in_place", "off", True),
+        ("nixl", "shadow", "off", False),
+        ("nixl", "in_place", "on", False),
+        ("cuda_ipc", "in_place", "off", False),
+    ],
+)
+def test_windows_are_where_packed_chunks_reach_live_weights(transport, mode, delta, window):
+    plan = small_plan(dtype="bf16")
+    shape = plan.pair_bytes.shape
+    transports = dict.fromkeys(np.ndindex(*shape), transport)
+    settings = TransferSettings(mode=mode, delta=delta, window_bytes=1 << 20)
+    links = member_links(plan, transports, dict.fromkeys(range(shape[1]), "cpu"), settings)
+    assert (links.num_slots == (NUM_SLOTS if window else 0)).all()
+    assert links.lands_in_stream == (mode == "shadow")
+    assert links.is_mapped.all() == (transport in ("shm", "cuda_ipc"))
+    chunk_bytes = SMALLEST_SLOT if window else settings.chunk_bytes_on("cpu")
+    assert (links.chunk_bytes == chunk_bytes).all()
