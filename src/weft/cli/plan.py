@@ -135,7 +135,8 @@ def _show_plan(plan: Plan, plan_s: float, *, as_json: bool) -> None:
         return
     sent, received, memory = result["tx_bytes"], result["rx_bytes"], result["memory"]
     busiest, over = sent["max"] / max(sent["mean"], 1), result["makespan_over_bound"]
-    zero_copy = result["zero_copy_bytes"] / max(result["total_bytes"], 1)
+    total = max(result["total_bytes"], 1)
+    shares = {name: result[f"{name.replace('-', '_')}_bytes"] / total for name in ("direct", "zero-copy", "packed")}
     facts = {
         "from": f"{result['num_trainers']} trainer ranks, {result['trainer']}",
         "to": f"{result['num_engines']} engine ranks, {result['num_replicas']} × {result['engine']}",
@@ -143,7 +144,7 @@ def _show_plan(plan: Plan, plan_s: float, *, as_json: bool) -> None:
         "bytes": f"{gb(result['total_bytes'])} in {result['num_routes']:,} routes and {result['num_writes']:,} writes",
         "each trainer sends": f"{gb(sent['min'])} to {gb(sent['max'])}, busiest {busiest:.4f} × mean",
         "each engine receives": f"{gb(received['min'])} to {gb(received['max'])}",
-        "zero-copy": f"{zero_copy:.1%} of the bytes; the rest is packed or converted",
+        "travels": ", ".join(f"{share:.1%} {name}" for name, share in shares.items() if share) or "nothing",
         "busiest": f"{result['bottleneck']}, {result['makespan_s']:.3f} s at line rate",
         "lower bound": (
             f"{result['bound_s']:.3f} s for direct sends ({result['bound_by']}); this plan needs {over:.4f} × that"
