@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from functools import cached_property, partial
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,7 +28,7 @@ from weft.runtime.send.outgoing import Outgoing
 from weft.runtime.send.pipeline import Room
 from weft.runtime.transports import OpenTransports
 from weft.runtime.weights import Weights
-from weft.transport.base import Batch, Handle, Memory, Ranges
+from weft.transport.base import Batch, Handle, Memory, Ranges, Transport
 from weft.transport.mapped import MappedTransport
 
 Int64s = NDArray[np.int64]
@@ -51,7 +52,7 @@ class Sending:
         on_host = settings.staging is StagingPolicy.CPU
         self._patcher = patcher_for(CPU if on_host else device)
         self._allocate = partial(own_memory, device, on_host=on_host)
-        self._registered: list[tuple[str, Handle]] = []
+        self._registered: list[tuple[Transport[Any], Handle]] = []
         self._ranges = Ranges()
         for address, num_bytes in weights.ranges:
             if num_bytes:
@@ -101,8 +102,8 @@ class Sending:
         known = self._read.setdefault(transport, set())
         fresh = [each for each in ranges if each not in known]
         known.update(fresh)
-        handles = self.transports[transport].register_sources(fresh)
-        self._registered += [(transport, handle) for handle in handles]
+        known_to = self.transports[transport]
+        self._registered += [(known_to, handle) for handle in known_to.register_sources(fresh)]
 
     def _parcel(self, link: Link, tables: Sequence[Planes]) -> Parcel:
         """Something a link writes: planes, or rows where the transport takes descriptors."""
@@ -170,8 +171,8 @@ class Sending:
         return self.transports[link.transport].prepare(link.peer, src, dst, length, digested=digested)
 
     def _register(self, transport: str, memory: Memory) -> None:
-        handle = self.transports[transport].register_source(memory.address, memory.num_bytes)
-        self._registered.append((transport, handle))
+        known_to = self.transports[transport]
+        self._registered.append((known_to, known_to.register_source(memory.address, memory.num_bytes)))
 
     def place(self, number: int) -> int:
         """Where a Chunk is filled."""
@@ -200,8 +201,8 @@ class Sending:
 
     def close(self) -> None:
         """Give back what was registered."""
-        for name, handle in self._registered:
-            self.transports[name].deregister(handle)
+        for transport, handle in self._registered:  # perhaps one that was torn down meanwhile
+            transport.deregister(handle)
         self._registered = []
 
 
