@@ -24,7 +24,7 @@ sys.path.insert(0, str(FilePath(__file__).parent))
 import machine
 from weft.core.case import Case, plan_case
 from weft.core.plan import Plan
-from weft.core.plan_streams import Links, plan_chunks
+from weft.core.plan_streams import PairLinks, plan_chunks
 from weft.core.planes import num_runs
 from weft.runtime.compile.columns import squeeze
 from weft.runtime.compile.link_boxes import LinkBoxes, PlanBoxes
@@ -39,7 +39,7 @@ CASES = {
 
 
 @dataclass(slots=True)
-class Member:
+class Spent:
     """What one member was shipped and spent."""
 
     num_boxes: int = 0
@@ -53,12 +53,12 @@ class Compiled:
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
-        self.links = Links.planned(plan.topology, plan.settings)
+        self.links = PairLinks.planned(plan.topology, plan.settings)
         self._boxes = PlanBoxes(plan, plan.row_boxes)
         self._grid = np.full(len(plan.trainer.tensors), -1)
         self._shard, self._tensor = np.arange(len(plan.trainer.lo)), np.arange(len(plan.recipe.engine.lo))
-        self.trainers = [Member() for _ in range(plan.topology.num_trainers)]
-        self.engines = [Member() for _ in range(plan.topology.num_engines)]
+        self.trainers = [Spent() for _ in range(plan.topology.num_trainers)]
+        self.engines = [Spent() for _ in range(plan.topology.num_engines)]
 
     def link(self, trainer: int, engine: int) -> None:
         """Ship and compile one link."""

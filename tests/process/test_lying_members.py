@@ -15,9 +15,11 @@ from weft.runtime.control.messages import (
     Alive,
     At,
     Committed,
+    Decide,
     Failed,
     Go,
     HeldShard,
+    Leave,
     Loss,
     Offered,
     Part,
@@ -237,6 +239,38 @@ def test_an_endpoint_that_is_garbage_costs_its_engine_the_membership():
                 each.wait(SOON_S).commit()
             publication.wait_committed(SOON_S)
             assert engine.all()
+
+
+def test_a_trainer_that_cannot_be_given_credits_does_not_cost_its_engine_the_membership():
+    """Packed Chunks pass a window in place; the engine needs the trainer's endpoint for it."""
+    settings = TransferSettings(
+        mode="in_place", transport="cma", min_write_bytes=1 << 20, silence_s=5.0, beat_s=0.2, version_s=30.0
+    )
+    engine = {name: np.zeros(500, np.float32) for name in "vw"}
+    with (
+        Controller(num_trainers=2, num_engine_ranks=1, settings=settings) as controller,
+        Receiver(controller.address, rank=0, weights=Weights.from_arrays(engine)) as receiver,
+        Sender(controller.address, rank=0, weights=Weights.from_arrays({"v": np.ones(500, np.float32)})) as sender,
+    ):
+        with joined(controller) as bad:
+            bad.open()
+            wait_until(lambda: receiver.poll() or controller.wait_planned(0.1), SOON_S, "there is a plan")
+            publication = sender.publish(version=1)
+            bad.send(Want(version=1))
+            assert not bad.hear(Decide).commit
+            bad.send(Stopped(version=1, reason="", has_written=False))
+            with pytest.raises(WeftError, match="trainer 1 cannot be given credits"):
+                publication.wait_committed(SOON_S)
+            bad.send(Leave())
+            wait_until(lambda: "trainer 1" not in controller.statistics().members, SOON_S, "it has left")
+        with Sender(controller.address, rank=1, weights=Weights.from_arrays({"w": np.ones(500, np.float32)})) as good:
+            wait_until(lambda: receiver.poll() or controller.wait_planned(0.1), SOON_S, "there is a plan without it")
+            publications = [each.publish(version=2) for each in (sender, good)]
+            receiver.wait(SOON_S).commit()
+            for each in publications:
+                each.wait_committed(SOON_S)
+        assert engine["v"].all()
+        assert engine["w"].all()
 
 
 def test_an_engine_that_says_it_serves_what_was_never_decided_is_refused():

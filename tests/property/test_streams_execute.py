@@ -16,7 +16,7 @@ from tests.support.tiny import CONFIGS, tiny_model
 from weft import native
 from weft.core.carriage import Carriage
 from weft.core.engine_layout import engine_recipe, parse_engine
-from weft.core.exchange import Groups
+from weft.core.exchange import ScaleGroups
 from weft.core.planes import joined
 from weft.core.planner import make_plan
 from weft.core.row_boxes import RowBoxes
@@ -78,7 +78,7 @@ def test_streams_equal_a_full_load(name, trainer, engine, seed, **carriage):
     topology = load_topology("h100-ib400").place(num_trainers=layout.num_ranks, num_engines=recipe.engine.num_ranks)
     plan = make_plan(trainer=layout, recipe=recipe, topology=topology)
     memories = Memories(plan, seed)
-    boxes = PlanBoxes(plan, RowBoxes.of(plan, Groups.of(plan)))
+    boxes = PlanBoxes(plan, RowBoxes.of(plan, ScaleGroups.of(plan)))
     numbers = {
         "shard": np.arange(len(plan.trainer.lo)),
         "tensor": np.arange(len(plan.recipe.engine.lo)),
@@ -101,7 +101,7 @@ def test_whole_tensors_are_single_writes():
     layout, recipe = trainer_layout(model, "ddp2"), engine_recipe(model, "tp1")
     topology = load_topology("h100-ib400").place(num_trainers=2, num_engines=1)
     plan = make_plan(trainer=layout, recipe=recipe, topology=topology)
-    rows = RowBoxes.of(plan, Groups.of(plan))
+    rows = RowBoxes.of(plan, ScaleGroups.of(plan))
     numbers = {"shard": np.arange(len(layout.lo)), "tensor": np.arange(len(recipe.engine.lo))}
     carriage = Carriage(chunk_bytes=1 << 30, min_run_bytes=0, is_mapped=False, lands_in_stream=True, is_kept=False)
     total = 0

@@ -93,5 +93,5 @@ def test_windows_are_where_packed_chunks_reach_live_weights(transport, mode, del
     assert (links.num_slots == (NUM_SLOTS if window else 0)).all()
     assert links.lands_in_stream == (mode == "shadow")
     assert links.is_mapped.all() == (transport in ("shm", "cuda_ipc"))
-    chunk_bytes = SMALLEST_SLOT if window else settings.chunk_bytes_on("cpu")
+    chunk_bytes = SMALLEST_SLOT if window else plan.settings.chunk_bytes
     assert (links.chunk_bytes == chunk_bytes).all()

@@ -19,7 +19,7 @@ MAX_GROUPS = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Groups:
+class ScaleGroups:
     """All matrices of a plan that are quantised, in the order they are exchanged."""
 
     tensors: NDArray[np.int64]
@@ -30,7 +30,7 @@ class Groups:
     """Trainer tensor → the first of its blocks."""
 
     @classmethod
-    def of(cls, plan: Plan) -> Groups:
+    def of(cls, plan: Plan) -> ScaleGroups:
         """Groups of about equal size, so few that messages do not matter and so small that work overlaps."""
         tensors = np.unique(plan.trainer.tensor_of[plan.quantized_shards]).astype(np.int64)
         described = [plan.trainer.tensors[number] for number in tensors.tolist()]

@@ -9,7 +9,7 @@ import numpy as np
 
 from weft.core.boxes import Ints
 from weft.core.plan import Plan
-from weft.core.plan_streams import Links
+from weft.core.plan_streams import PairLinks
 from weft.core.recipe import Op
 from weft.core.streams import Path
 from weft.errors import ConfigError
@@ -77,7 +77,7 @@ def _row(plan: Plan, row: int) -> Explanation:
 
 def _travels(plan: Plan, row: int, routes: slice) -> tuple[str, int]:
     """How a row travels (`direct` inside a link domain, else `zero_copy` or `packed`), and its writes if it has own."""
-    links = Links.planned(plan.topology, plan.settings)
+    links = PairLinks.planned(plan.topology, plan.settings)
     if links.is_mapped[plan.sender[routes], plan.receiver[routes]].all():
         return Path.DIRECT.name.lower(), 0
     boxes = plan.row_boxes

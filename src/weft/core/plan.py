@@ -17,9 +17,9 @@ from numpy.typing import NDArray
 from weft.config import Settings
 from weft.core import boxes
 from weft.core.boxes import Ints
-from weft.core.exchange import Groups
+from weft.core.exchange import ScaleGroups
 from weft.core.layout import Layout
-from weft.core.plan_streams import Links, PlanChunks, plan_chunks
+from weft.core.plan_streams import PairLinks, PlanChunks, plan_chunks
 from weft.core.recipe import Op, Recipe, to_destination_dims, to_source_dims
 from weft.core.row_boxes import RowBoxes
 from weft.core.scaling import SCALE_SUFFIX, cut_blocks
@@ -95,12 +95,12 @@ class Plan:
     @cached_property
     def row_boxes(self) -> RowBoxes:
         """Rows as boxes of memory."""
-        return RowBoxes.of(self, Groups.of(self))
+        return RowBoxes.of(self, ScaleGroups.of(self))
 
     @cached_property
     def chunks(self) -> PlanChunks:
         """What is written, Chunk by Chunk, over the links the topology says there are."""
-        return plan_chunks(self, Links.planned(self.topology, self.settings))
+        return plan_chunks(self, PairLinks.planned(self.topology, self.settings))
 
     @cached_property
     def pair_writes(self) -> NDArray[np.int64]:

@@ -1,10 +1,10 @@
 """The Chunks of a plan: what every trainer writes to every engine rank, in how many operations.
 
-How a box travels depends on its link (`Links`). Before a run these are what the topology says: pairs of one link domain
-map each other's memory, others take descriptors. The runtime makes its links from the transports it has chosen. Both
-count with the functions of `weft.core.streams`, which also cut what really runs.
+How a box travels depends on its link (`PairLinks`). Before a run these are what the topology says: pairs of one link
+domain map each other's memory, others take descriptors. The runtime makes its links from the transports it has chosen.
+Both count with the functions of `weft.core.streams`, which also cut what really runs.
 
-    chunks = plan_chunks(plan, Links.planned(plan.topology, plan.settings))
+    chunks = plan_chunks(plan, PairLinks.planned(plan.topology, plan.settings))
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Int64s = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Links:
+class PairLinks:
     """How the pairs of a plan are linked, as matrices [trainer, engine]."""
 
     is_mapped: NDArray[np.bool_]
@@ -47,7 +47,7 @@ class Links:
     """Whether trainers keep an image of what they send."""
 
     @classmethod
-    def planned(cls, topology: Topology, settings: Settings) -> Links:
+    def planned(cls, topology: Topology, settings: Settings) -> PairLinks:
         """What a topology says, before transports are known: versions land beside the live weights."""
         shape = topology.num_trainers, topology.num_engines
         min_run_bytes = settings.min_write_bytes or topology.min_run_bytes("nixl")
@@ -97,7 +97,7 @@ class PlanChunks:
         return summed.astype(np.int64).reshape(shape)
 
 
-def plan_chunks(plan: Plan, links: Links, *, phase_of_row: Ints | None = None) -> PlanChunks:
+def plan_chunks(plan: Plan, links: PairLinks, *, phase_of_row: Ints | None = None) -> PlanChunks:
     """All Chunks of a plan. `phase_of_row` splits the update into phases that follow each other."""
     rows = plan.row_boxes
     run_bytes = rows.run_bytes(lands_in_stream=links.lands_in_stream)
@@ -120,7 +120,7 @@ def plan_chunks(plan: Plan, links: Links, *, phase_of_row: Ints | None = None) -
 
 
 def _sender_chunks(
-    rows: RowBoxes, run_bytes: Int64s, links: Links, sender: int, row: Int64s, receiver: Int64s, stream: Int64s
+    rows: RowBoxes, run_bytes: Int64s, links: PairLinks, sender: int, row: Int64s, receiver: Int64s, stream: Int64s
 ) -> dict[str, Int64s]:
     """The Chunks of one sender's streams, as columns of PlanChunks."""
     path = paths_of(

@@ -1,8 +1,8 @@
 """Boxes as planes: what a copy between two strided memories walks, without a row of its own for every run of bytes.
 
-A plane is `rows` runs of `run` elements that lie next to each other in both memories; from one run to the next it is
-so many elements in each memory. A box with two dimensions is one plane, however its
-columns are cut; boxes with more become several. Tables of planes are what C and GPU code work through.
+A plane is `rows` runs of `run` elements that lie next to each other in both memories; each memory has a stride from
+one run to the next. A box with two dimensions is one plane, however its columns are cut; boxes with more dimensions
+become several. C and GPU code works through tables of planes.
 
     extent (4, 1024), strides (8192, 1) and (1024, 1)     ->  rows 4, run 1024, strides 8192 and 1024
     the same, contiguous in both memories                 ->  rows 1, run 4096
@@ -187,7 +187,7 @@ def bundled(tables: Sequence[Planes], digests: Sequence[int]) -> Planes:
     Planes that read parts of the same source rows are bundled. Long rows are cut, so that replicas are fed from the
     cache.
     """
-    cut = [_cut_rows(table) for table in tables]
+    cut = [cut_long_rows(table) for table in tables]
     columns = {
         name: np.concatenate([getattr(table, name) for table in cut])
         for name in _COLUMNS
@@ -215,8 +215,8 @@ def _bundles(src: Column, rows: Column, stride: Column) -> Int64s:
     return np.asarray(np.cumsum(~joins) - 1, dtype=np.int64)
 
 
-def _cut_rows(table: Planes) -> Planes:
-    """Single long rows as planes of shorter ones, and what is left of them."""
+def cut_long_rows(table: Planes) -> Planes:
+    """Single long rows as planes of shorter ones, and what is left of them: rows are what threads share."""
     long = (table.rows == 1) & (table.length > LONG_ROW)
     if not long.any():
         return table

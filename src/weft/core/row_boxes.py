@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from weft.core.boxes import Ints, contiguous_run, row_major_strides
-from weft.core.exchange import Groups
+from weft.core.exchange import ScaleGroups
 from weft.core.recipe import Op, to_source_dims
 from weft.core.scaling import SCALE_SUFFIX
 
@@ -47,7 +47,7 @@ class RowBoxes:
     """Destination order."""
 
     @classmethod
-    def of(cls, plan: Plan, groups: Groups) -> RowBoxes:
+    def of(cls, plan: Plan, groups: ScaleGroups) -> RowBoxes:
         """Of all rows of a plan."""
         trainer, engine = plan.trainer, plan.recipe.engine
         shard, dst, axes = plan.shard, plan.dst, plan.recipe.axes[plan.piece]

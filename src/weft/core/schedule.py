@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from weft.core.boxes import Ints
 from weft.core.plan import Plan
-from weft.core.plan_streams import Links, PlanChunks, plan_chunks
+from weft.core.plan_streams import PairLinks, PlanChunks, plan_chunks
 from weft.core.streams import Path
 
 
@@ -61,7 +61,7 @@ def make_schedule(plan: Plan, *, phase_of_row: Ints | None = None) -> Schedule:
     """Cut and order a plan's bytes. `phase_of_row` splits the update into phases that follow each other."""
     chunks = plan.chunks
     if phase_of_row is not None:
-        chunks = plan_chunks(plan, Links.planned(plan.topology, plan.settings), phase_of_row=phase_of_row)
+        chunks = plan_chunks(plan, PairLinks.planned(plan.topology, plan.settings), phase_of_row=phase_of_row)
     size = _stream_bytes(chunks, plan)
     before, share = chunks.offset / size, chunks.num_bytes / size
     turn = _turns(chunks.sender, chunks.receiver, plan)

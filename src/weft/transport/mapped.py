@@ -14,7 +14,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from weft.core.planes import Planes, joined
+from weft.core.planes import Planes, cut_long_rows, joined
 from weft.errors import TransportError
 from weft.transport.base import Peer, Ticket, Written
 from weft.transport.chunked import ChunkedTransport
@@ -46,6 +46,8 @@ class MappedTransport(ChunkedTransport[AnyPeer]):
     def prepare_direct(self, peer: str, chunks: Sequence[Planes]) -> DirectBatch:
         """Check and map planes; raises RegistrationError for one outside registered memory of either side."""
         known = self._known(peer)
+        if self._num_threads > 1:
+            chunks = [cut_long_rows(planes) for planes in chunks]
         table = joined(chunks)
         self._registered.find(*table.src_spans, whose=self.member)
         at = known.ranges.find(*table.dst_spans, whose=peer)

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from weft.codec.conversion import HeldGrid
 from weft.codec.fp8 import Box, Grid
 from weft.core.boxes import Ints
-from weft.core.exchange import Groups
+from weft.core.exchange import ScaleGroups
 from weft.core.layout import DTYPE_BYTES
 from weft.core.plan import Plan
 from weft.core.recipe import Op
@@ -33,7 +33,7 @@ def grid_of(plan: Plan, tensor: int) -> Grid:
     return Grid(rows=rows, columns=columns, scaling=plan.recipe.scaling.get(described.name, Scaling.BLOCK))
 
 
-def trainer_grids(plan: Plan, groups: Groups, trainer: int, shard_number: Int64s) -> TrainerGrids:
+def trainer_grids(plan: Plan, groups: ScaleGroups, trainer: int, shard_number: Int64s) -> TrainerGrids:
     """The matrices one trainer quantises parts of, with the boxes it must look at.
 
     `shard_number`: see `held_numbers`.
@@ -60,7 +60,7 @@ def trainer_grids(plan: Plan, groups: Groups, trainer: int, shard_number: Int64s
 class TrainerGrids:
     """The quantised matrices of one trainer."""
 
-    def __init__(self, plan: Plan, groups: Groups, tensors: Ints, boxes: list[tuple[int, ...]]) -> None:
+    def __init__(self, plan: Plan, groups: ScaleGroups, tensors: Ints, boxes: list[tuple[int, ...]]) -> None:
         self.tensors = tensors
         """Numbers of trainer tensors, sorted by group."""
         self.groups = frozenset(groups.group[tensors].tolist())

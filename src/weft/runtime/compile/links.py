@@ -8,7 +8,7 @@ import numpy as np
 
 from weft.config import DeltaPolicy, ReceiverMode, StagingPolicy, TransferSettings
 from weft.core.plan import Plan
-from weft.core.plan_streams import Links
+from weft.core.plan_streams import PairLinks
 from weft.devices import memory_kind
 from weft.transport.registry import IS_MAPPED
 
@@ -20,25 +20,25 @@ ALIGN = 256
 
 def member_links(
     plan: Plan, transports: Mapping[tuple[int, int], str], devices: Mapping[int, str], settings: TransferSettings
-) -> Links:
-    """The links of a plan. `devices`: where the weights of engine ranks lie."""
+) -> PairLinks:
+    """The links of a plan, which says how large Chunks are. `devices`: where the weights of engine ranks lie."""
     shape = plan.topology.num_trainers, plan.topology.num_engines
     is_mapped, min_run_bytes = np.zeros(shape, dtype=bool), np.zeros(shape, dtype=np.int64)
     for link, transport in transports.items():
         is_mapped[link] = transport in IS_MAPPED
         memory = memory_kind(devices[link[1]])
-        min_run_bytes[link] = settings.min_write_bytes or plan.topology.min_run_bytes(transport, memory)
+        min_run_bytes[link] = plan.settings.min_write_bytes or plan.topology.min_run_bytes(transport, memory)
     is_delta = settings.delta is DeltaPolicy.ON
     in_place = settings.mode is ReceiverMode.IN_PLACE
     has_window = ~is_mapped & (in_place and not is_delta)
     chunk_bytes = np.empty(shape, dtype=np.int64)
     for engine, device in devices.items():
-        chunk_bytes[:, engine] = settings.chunk_bytes_on(device)
+        chunk_bytes[:, engine] = plan.settings.chunk_bytes
         num_senders = max(int((plan.pair_bytes[:, engine] > 0).sum()), 1)
         share = settings.window_bytes_on(device) // (NUM_SLOTS * num_senders) // ALIGN * ALIGN
         slot = np.minimum(chunk_bytes[:, engine], max(share, SMALLEST_SLOT))
         chunk_bytes[:, engine] = np.where(has_window[:, engine], slot, chunk_bytes[:, engine])
-    return Links(
+    return PairLinks(
         is_mapped=is_mapped,
         min_run_bytes=min_run_bytes,
         chunk_bytes=chunk_bytes,

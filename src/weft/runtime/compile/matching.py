@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from weft.config import Settings
 from weft.core.assign import Policy
 from weft.core.layout import Layout, Shard, Tensor
 from weft.core.plan import Plan
@@ -33,6 +34,7 @@ def plan_members(
     ranks_per_engine: int,
     policy: Policy = Policy.BALANCED,
     ignore: Sequence[str] = (),
+    settings: Settings | None = None,
 ) -> Plan:
     """The plan between the members that joined, where they are in a cluster of this kind.
 
@@ -44,7 +46,9 @@ def plan_members(
     ignored = ignored_tensors(trainer, ignore)
     _check_shapes(matched.shape_problems(engines), recipe, trainer, ignored)
     topology = place_members(cluster, trainers=_seats(trainers), engines=_seats(engines))
-    return make_plan(trainer=trainer, recipe=recipe, topology=topology, policy=policy, ignore=ignored)
+    return make_plan(
+        trainer=trainer, recipe=recipe, topology=topology, policy=policy, ignore=ignored, settings=settings
+    )
 
 
 def _seats(joins: Mapping[int, Join]) -> list[Seat]:

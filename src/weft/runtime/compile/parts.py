@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from weft.config import DeltaPolicy, ReceiverMode, TransferSettings
 from weft.core.carriage import Carriage
-from weft.core.exchange import Groups
+from weft.core.exchange import ScaleGroups
 from weft.core.layout import DTYPE_BYTES
 from weft.core.plan import Plan
 from weft.core.plan_streams import PlanChunks, plan_chunks
@@ -62,7 +62,7 @@ class Parts:
         self._trainers, self._engines = joins
         devices = {engine: join.place.device for engine, join in self._engines.items()}
         self.links = member_links(plan, transports, devices, settings)
-        groups, rows = Groups.of(plan), plan.row_boxes
+        groups, rows = ScaleGroups.of(plan), plan.row_boxes
         _check_quantized(plan, rows)
         self._boxes = PlanBoxes(plan, rows)
         self._shards = {t: held_numbers(plan.trainer, t, _held_keys(join.held)) for t, join in self._trainers.items()}

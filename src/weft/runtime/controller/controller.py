@@ -156,7 +156,9 @@ class Controller:
             num_trainers=num_trainers, num_engine_ranks=num_engine_ranks, ranks_per_engine=ranks_per_engine
         )
         self._settings = settings or TransferSettings()
-        self._planning = Planning.of(policy=policy, topology=topology, ignore=ignore, plan=plan)
+        self._planning = Planning.of(
+            policy=policy, topology=topology, ignore=ignore, plan=plan, transfer=settings or TransferSettings()
+        )
         self._planning.check_members(
             num_trainers=num_trainers, num_engine_ranks=num_engine_ranks, ranks_per_engine=ranks_per_engine
         )

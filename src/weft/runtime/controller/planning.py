@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from weft.config import Settings, TransferSettings
 from weft.core import plan_file
 from weft.core.assign import Policy
 from weft.core.plan import Plan
@@ -27,6 +28,8 @@ class Planning:
     policy: Policy
     cluster: Cluster
     ignore: Sequence[str]
+    transfer: TransferSettings
+    """How versions are transferred; a plan that is made says the same."""
     saved: Plan | None
     """A plan to follow instead."""
     saved_digest: str = ""
@@ -39,6 +42,7 @@ class Planning:
         topology: Cluster | Path | str | None,
         ignore: Sequence[str],
         plan: Plan | Path | str | None,
+        transfer: TransferSettings,
     ) -> Planning:
         """Checks and loads what was given; None: the default."""
         if plan is not None and (policy is not None or topology is not None or ignore):
@@ -52,10 +56,13 @@ class Planning:
                 hint=f"give it as `commit_policy`; policies: {', '.join(Policy)}",
             )
         saved = _saved_plan(plan)
+        if saved is not None:
+            _check_settings(saved, transfer)
         return cls(
             policy=parse_policy(Policy.BALANCED if policy is None else policy),
             cluster=_cluster(DEFAULT_TOPOLOGY if topology is None else topology),
             ignore=ignore,
+            transfer=transfer,
             saved=saved,
             saved_digest="" if saved is None else plan_file.digest(saved),
         )
@@ -90,12 +97,31 @@ class Planning:
             ranks_per_engine=ranks_per_engine,
             policy=self.policy,
             ignore=self.ignore,
+            settings=self._settings(engines[min(engines)].place.device),
         )
         return plan, plan_file.digest(plan)
+
+    def _settings(self, device: str) -> Settings:
+        """What a plan for engines with weights on this device says of Chunks."""
+        return Settings(
+            chunk_bytes=self.transfer.chunk_bytes_on(device),
+            min_write_bytes=self.transfer.min_write_bytes,
+            max_staging_bytes=self.transfer.staging_bytes_on(device),
+        )
 
 
 def _members(num_trainers: int, num_engine_ranks: int, ranks_per_engine: int) -> str:
     return f"{num_trainers} trainers and {num_engine_ranks} engine ranks in engines of {ranks_per_engine}"
+
+
+def _check_settings(saved: Plan, transfer: TransferSettings) -> None:
+    """Raise if a setting differs from the saved plan's: the plan says how large Chunks are and what is packed."""
+    for name in ("chunk_bytes", "min_write_bytes"):
+        given, planned = getattr(transfer, name), getattr(saved.settings, name)
+        if given and given != planned:
+            raise ConfigError(
+                f"{name} is {given}, the saved plan has {planned}", hint=f"leave {name} out, or plan anew"
+            )
 
 
 def _saved_plan(plan: Plan | Path | str | None) -> Plan | None:

@@ -105,6 +105,8 @@ class Landing:
         self.arriving: list[ArrivingLink] = []
         """What is followed, of versions that are sent whole."""
         self.patched: list[PatchedLink] = []
+        self.unreachable = ""
+        """Why a trainer that waits for credits cannot be given any."""
         tables: list[Planes] = []
         streams: dict[tuple[object, ...], LinkStream] = {}
         for source in sources:

@@ -23,7 +23,7 @@ from weft.runtime.receive.landing import ArrivingLink, PatchedLink
 
 
 @dataclass(frozen=True, kw_only=True)
-class Target:
+class PatchTarget:
     """What patches are applied to."""
 
     mode: ReceiverMode
@@ -65,7 +65,7 @@ class PatchIntake:
                 raise TransferTimeout(f"{self._member} is still busy with the patches of a version that was given up")
             self._taking = None
 
-    def took(self, version: int, parts: Sequence[Part], target: Target) -> bool:
+    def took(self, version: int, parts: Sequence[Part], target: PatchTarget) -> bool:
         """Whether patches were dealt with, by the other thread. Raises its error."""
         if self._taking is None:
             self._taking = self._worker.submit(self._take, version, parts, target)
@@ -75,7 +75,7 @@ class PatchIntake:
         taken.result()
         return True
 
-    def _take(self, version: int, parts: Sequence[Part], target: Target) -> None:
+    def _take(self, version: int, parts: Sequence[Part], target: PatchTarget) -> None:
         """Look whether patches fit, and apply them where the engine does not look."""
         patches = Patches(version, self._links, parts, self._patcher, compressed=target.compressed)
         patches.check(base=target.base)

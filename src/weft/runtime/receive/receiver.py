@@ -32,7 +32,7 @@ from typing import Any, Self
 
 from weft.config import CompressionPolicy, DeltaPolicy, DigestPolicy, ReceiverMode
 from weft.devices import CPU, device_work
-from weft.errors import IntegrityError, ProtocolError, TransferTimeout, WeftError
+from weft.errors import IntegrityError, ProtocolError, TransferTimeout, TransportError, WeftError
 from weft.runtime.control.member import ControlThread, Duties
 from weft.runtime.control.messages import (
     STEPS_AHEAD,
@@ -58,7 +58,7 @@ from weft.runtime.control.security import Security, client_keys
 from weft.runtime.receive.arrivals import Arrivals, spare_core
 from weft.runtime.receive.exposure import Exposure, has_ended, named
 from weft.runtime.receive.landing import ArrivingLink, Landing
-from weft.runtime.receive.patch_intake import PatchIntake, Target
+from weft.runtime.receive.patch_intake import PatchIntake, PatchTarget
 from weft.runtime.receive.reachable import ReachableMemory
 from weft.runtime.transports import OpenTransports
 from weft.runtime.weights import Weights
@@ -445,8 +445,11 @@ class Receiver:
             sources, memory.weights, landing=memory.landing, window=memory.window, patches=memory.patches
         )
         for source in sources:
-            if source.endpoint is not None:
-                self._transports[source.transport].connect(source.endpoint, [])
+            try:
+                if source.endpoint is not None:
+                    self._transports[source.transport].connect(source.endpoint, [])
+            except TransportError as error:  # no reason to leave: the next plan may be without that trainer
+                self._landing.unreachable = f"trainer {source.trainer} cannot be given credits: {error}"
         self._intake.plan(self._landing.patched)
 
     def _open_if_possible(self) -> None:
@@ -547,7 +550,9 @@ class Receiver:
         else:
             self._arrivals = None
         self._sent, self._ready = None, None
-        if self._control.settings.mode is ReceiverMode.IN_PLACE:
+        if self._landing is not None and self._landing.unreachable:
+            self._control.post(Failed(version=version, reason=self._landing.unreachable))
+        elif self._control.settings.mode is ReceiverMode.IN_PLACE:
             self._hand_out(version)
 
     def _follow(self, version: int, links: Sequence[ArrivingLink]) -> Arrivals:
@@ -569,11 +574,11 @@ class Receiver:
             self._control.post(Failed(version=version, reason=str(error)))
 
     @property
-    def _target(self) -> Target:
+    def _target(self) -> PatchTarget:
         settings = self._control.settings
         compressed = settings.compression is CompressionPolicy.ZSTD
         steps = self._landing.steps if self._landing is not None else ()
-        return Target(mode=settings.mode, base=self._holds, steps=steps, compressed=compressed)
+        return PatchTarget(mode=settings.mode, base=self._holds, steps=steps, compressed=compressed)
 
     def _hand_out(self, version: int) -> None:
         """Let `poll` return a version, at a step all ranks of the engine agree on."""

@@ -1,6 +1,7 @@
 """How a version leaves a trainer.
 
-Rows that are the same on both sides are posted straight from the weights. Everything else passes stages that overlap:
+What is the same on both sides and worth a write is posted straight from the weights. Everything else passes stages
+that overlap:
 
     h2d         a piece of offloaded weights, to the device they are sent from
     amax        the largest magnitudes of a group of matrices, told to the other holders     (FP8)
