@@ -89,6 +89,9 @@ class TransferSettings:
     """Whether only what changed is sent. Trainers keep two copies of what they send."""
     anchor_every: int = 20
     """With `delta`: every so many versions one is sent whole."""
+    patch_share: float = 0.05
+    """With `delta`: memory for patches on an engine rank, as a share of the bytes it receives. A version with longer
+    patches is sent whole."""
     compression: CompressionPolicy = CompressionPolicy.NONE
     """With `delta`: whether patches are compressed; for slow links."""
     staging: StagingPolicy = StagingPolicy.NONE
@@ -101,8 +104,8 @@ class TransferSettings:
     """Runs shorter than this are packed instead of being written one by one, over transports that take descriptors.
     0: what the topology's costs say."""
     window_bytes: int = 0
-    """Mode `in_place`: memory of an engine rank through which packed chunks reach its live weights, where the transport
-    takes descriptors. 0: 256 MiB, on GPUs 1 GiB."""
+    """Memory of an engine rank through which packed chunks reach its live weights: in mode `in_place` where the
+    transport takes descriptors, with patches versions that are sent whole. 0: 256 MiB, on GPUs 1 GiB."""
     allow_nonfinite: bool = False
     """Quantise NaN and infinities (to NaN and ±448) instead of refusing the version."""
     transport: str = "auto"
@@ -143,6 +146,8 @@ class TransferSettings:
                 f"silence_s ({self.silence_s}) is less than two beats ({self.beat_s} s each)",
                 hint="a member would be lost between two signs of life",
             )
+        if not 0.0 < self.patch_share <= 1.0:
+            raise ConfigError(f"patch_share is {self.patch_share}", hint="expected more than 0 and at most 1")
         if not 1 <= self.num_threads <= 64:
             raise ConfigError(f"num_threads is {self.num_threads}", hint="expected 1 to 64")
 

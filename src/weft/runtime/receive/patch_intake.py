@@ -103,8 +103,12 @@ class PatchIntake:
         if self._checked is not None and self._checked.version == version:
             self._checked = None
 
+    def has_staged(self, version: int) -> None:
+        """Staging memory holds a version that came whole."""
+        self._staged = version
+
     def forget_staged(self) -> None:
-        """Staging memory is another one now."""
+        """Staging memory is another one now, or is being written."""
         self._staged = None
 
     def close(self) -> None:

@@ -53,6 +53,7 @@ from weft.runtime.control.messages import (
     Source,
     Verify,
     Writer,
+    tag_of,
 )
 from weft.runtime.control.security import Security, client_keys
 from weft.runtime.receive.arrivals import Arrivals, spare_core
@@ -138,6 +139,8 @@ class Receiver:
         self._expected: int | None = None
         self._is_under_way = False
         """Whether the expected version is not decided, as far as is known here."""
+        self._is_whole = False
+        """Whether the expected version comes whole although patches are sent."""
         self._changed = threading.Condition()
         self._ready: int | None = None
         self._pending: int | None = None
@@ -261,8 +264,7 @@ class Receiver:
 
     def _is_there(self) -> bool:
         """Whether `wait` is over. In place a rank that waits may pause before its engine has agreed on a step."""
-        in_place = self._control.settings.mode is ReceiverMode.IN_PLACE
-        agreed = self._fence is None or self._boundary is not None or in_place
+        agreed = self._fence is None or self._boundary is not None or self._is_in_place
         failed = self._error is not None or self._refusal is not None
         return failed or (self._pending is not None and agreed)
 
@@ -295,7 +297,7 @@ class Receiver:
     def _commit(self, version: int, timeout_s: float) -> bool:
         with self._changed:
             self._raise_error()
-            in_place = self._control.settings.mode is ReceiverMode.IN_PLACE
+            in_place = self._is_in_place
             if in_place and self._pending != version and version > (-1 if self._version is None else self._version):
                 return False  # called off between poll and commit
             if self._pending != version:
@@ -322,6 +324,8 @@ class Receiver:
                 self._work.copy_planes(step)
             if patches is not None:
                 patches.apply()
+            elif self._is_whole:
+                self._intake.has_staged(version)
         except BaseException:
             self._poison = f"version {version} was not made visible to its end"
             raise
@@ -390,7 +394,7 @@ class Receiver:
     def _join_message(self) -> Join:
         """How to join, with what is known of versions."""
         with self._changed:
-            staged = self._control.settings.mode is not ReceiverMode.IN_PLACE
+            staged = not self._is_in_place
             return Join(
                 side="engine",
                 rank=self._rank,
@@ -423,10 +427,10 @@ class Receiver:
                 self._cut(set(incarnations))
             case ReceivePlan(sources=sources):
                 self._follow_plan(sources)
-            case Expect(version=version):
-                self._expect(version)
+            case Expect(version=version, whole=whole):
+                self._expect(version, whole=whole)
             case Verify(version=version, parts=parts):
-                if self._has_patches and self._expected == version:
+                if self._comes_as_patches and self._expected == version:
                     self._follow_patches(version, parts)
                 if self._arrivals is not None and self._arrivals.version == version:
                     self._sent = (parts, time.monotonic() + self._control.settings.version_s)
@@ -457,7 +461,7 @@ class Receiver:
         message = self._opening
         if message is None:
             return
-        if self._pending is not None and self._control.settings.mode is not ReceiverMode.IN_PLACE:
+        if self._pending is not None and not self._is_in_place:
             return  # what was decided lies as the old plan wants it: it is committed first
         unsettled = self._exposure.unsettled(message.writers, message.settled)
         if (unsettled or message.abandoned) and not self._keep_out(unsettled):
@@ -513,15 +517,16 @@ class Receiver:
         settings = self._control.settings
         self._transports.open(message.transports, settings)
         self._transports.forget_arrivals()
-        if self._has_patches:
+        is_delta = settings.delta is DeltaPolicy.ON
+        if is_delta:
             self._memory.make_room_for_patches(message.patch_bytes)
         self._writers = message.writers
         self._ready, self._landing = None, None  # what is staged is overwritten from now on
         if settings.mode is ReceiverMode.SHADOW:
             self._memory.stage(message.landing_bytes)
             self._offer(message.round)
-        elif self._has_patches:  # nobody else writes into the live weights
-            self._memory.land_in_live()
+        elif is_delta:  # nobody else writes into the live weights
+            self._memory.land_in_live(window_bytes=message.landing_bytes)
             self._offer(message.round)
         else:
             with self._changed:
@@ -541,26 +546,36 @@ class Receiver:
         self._memory.land_in_live(window_bytes=message.landing_bytes, rehome=rehome)
         self._control.post(self._memory.offer(message.round))
 
-    def _expect(self, version: int) -> None:
+    def _expect(self, version: int, *, whole: bool) -> None:
         """A version is coming: follow it, and in place ask the engine to pause."""
-        self._expected, self._is_under_way = version, True
+        is_paused = self._expected == version and self._paused
+        self._expected, self._is_under_way, self._is_whole = version, True, whole
         self._intake.end_old(self._control.settings.silence_s)
-        if not self._has_patches and self._landing is not None:
+        self._arrivals, self._sent, self._ready = None, None, None
+        if self._landing is not None and not self._comes_as_patches:
+            self._intake.forget_staged()
             self._arrivals = self._follow(version, self._landing.arriving)
-        else:
-            self._arrivals = None
-        self._sent, self._ready = None, None
+        if is_paused:
+            return
         if self._landing is not None and self._landing.unreachable:
             self._control.post(Failed(version=version, reason=self._landing.unreachable))
-        elif self._control.settings.mode is ReceiverMode.IN_PLACE:
+        elif self._is_in_place:
             self._hand_out(version)
 
     def _follow(self, version: int, links: Sequence[ArrivingLink]) -> Arrivals:
-        return Arrivals(version, links, self._transports, self._work, self._control.settings.digest)
+        tag = tag_of(version, whole=self._is_whole)
+        return Arrivals(version, links, self._transports, self._work, self._control.settings.digest, tag=tag)
 
     @property
-    def _has_patches(self) -> bool:
-        return self._control.settings.delta is DeltaPolicy.ON
+    def _comes_as_patches(self) -> bool:
+        """Whether the expected version does."""
+        return self._control.settings.delta is DeltaPolicy.ON and not self._is_whole
+
+    @property
+    def _is_in_place(self) -> bool:
+        """Whether the expected version changes the live weights before it is decided."""
+        mode = self._control.settings.mode
+        return mode is ReceiverMode.IN_PLACE or (mode is ReceiverMode.PATCH and self._is_whole)
 
     @property
     def _holds(self) -> int | None:
@@ -607,7 +622,7 @@ class Receiver:
         if decision.commit:
             self._count_arrivals()  # so that transports need not keep what nobody asked for
         self._arrivals, self._sent, self._ready = None, None, None
-        if self._control.settings.mode is not ReceiverMode.IN_PLACE:
+        if not self._is_in_place:
             if decision.commit:
                 self._hand_out(decision.version)
             else:
@@ -627,7 +642,8 @@ class Receiver:
         if self._paused:
             self._decision, self._is_idle = decision, False
         if self._paused and decision.commit:
-            self._exposure.forget_all()  # all have written; none may again before the next pause
+            if self._memory.is_live:
+                self._exposure.forget_all()  # all have written; none may again before the next pause
             self._serve(decision.version)
         else:
             self._clear_pending()
@@ -658,7 +674,7 @@ class Receiver:
                 return 0.0
             if arrivals.is_whole:
                 arrivals.check(parts)
-                if self._has_patches and not self._intake.took(arrivals.version, parts, self._target):
+                if self._comes_as_patches and not self._intake.took(arrivals.version, parts, self._target):
                     return FOLLOW_S
                 self._ready = arrivals.version
                 self._control.post(Ready(version=arrivals.version))
@@ -690,7 +706,7 @@ class Receiver:
             self._ready = self._arrivals.version  # perhaps others were told to commit it
         self._arrivals, self._sent = None, None
         with self._changed:
-            if self._pending is not None and self._control.settings.mode is ReceiverMode.IN_PLACE:
+            if self._pending is not None and self._is_in_place:
                 self._end_in_place(Decide(version=self._pending, commit=False, torn=True, reason=str(error)))
 
     def _refused(self, error: WeftError) -> None:
