@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from weft.config import DeltaPolicy, ReceiverMode, TransferSettings
 from weft.core.exchange import ScaleGroups
 from weft.core.layout import DTYPE_BYTES
+from weft.core.memory_cost import patch_room
 from weft.core.plan import Plan
 from weft.core.plan_streams import PlanChunks, plan_chunks
 from weft.core.recipe import Op
@@ -28,8 +29,6 @@ from weft.runtime.compile.links import member_links
 from weft.runtime.control.messages import HeldShard, Join, Opened, ReceivePlan, SendPlan, Source, Target, unpack
 from weft.transport.base import Endpoint
 
-SMALLEST_PATCH_ROOM = 64 << 10
-"""Of a link: patches of few elements consist of headers."""
 ALIGN = 256
 """Shards begin at multiples of this in an engine rank's digest space, streams and patches in their memory."""
 Int64s = NDArray[np.int64]
@@ -95,8 +94,7 @@ class Parts:
         """Bytes each link has for its patches."""
         if self._settings.delta is not DeltaPolicy.ON:
             return np.zeros(self._linked.shape, dtype=np.int64)
-        share = (self.wire_bytes * self._settings.patch_share).astype(np.int64)
-        return np.where(self._linked, _aligned(np.maximum(share, SMALLEST_PATCH_ROOM)), 0)
+        return patch_room(self.wire_bytes, self._settings.patch_share)
 
     def _link_boxes(self, trainer: int, engine: int) -> LinkBoxes:
         return self._boxes.link(
