@@ -20,6 +20,7 @@ SMALLEST_PATCH_ROOM = 64 << 10
 """Of a link: patches of few elements consist of headers."""
 ALIGN = 256
 
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryCost:
     """Bytes of the rank that needs most; `_host` of the host with most such ranks."""
