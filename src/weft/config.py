@@ -122,6 +122,11 @@ class TransferSettings:
     """A member, or the controller, that has been silent for this long is lost."""
     version_s: float = 60.0
     """A version that is not ready everywhere in this time is aborted."""
+    commit_s: float = 30.0
+    """An engine that has not committed a version this long after it was decided is dropped, and joins again when its
+    thread is back."""
+    pause_s: float = 30.0
+    """The same for an engine that does not stand still for a version in place."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "mode", _member_of(ReceiverMode, self.mode, "mode"))
@@ -138,7 +143,7 @@ class TransferSettings:
         self._check_chunks()
         if not 1 <= self.anchor_every <= 1_000_000:
             raise ConfigError(f"anchor_every is {self.anchor_every}", hint="expected 1 to 1000000")
-        for name in ("beat_s", "silence_s", "version_s"):
+        for name in ("beat_s", "silence_s", "version_s", "commit_s", "pause_s"):
             if not 0 < getattr(self, name) <= 86_400:
                 raise ConfigError(f"{name} is {getattr(self, name)}", hint="expected more than 0 and at most 86400 s")
         if self.silence_s < 2 * self.beat_s:
@@ -201,20 +206,20 @@ class EngineSettings:
     """Folder with `controller.pub` and the member's own key."""
     key: str = "engine"
     """Name of the member's key in that folder."""
-    commit_s: float = 120.0
+    stand_still_s: float = 120.0
     """Longest time an engine stands still for a version."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "cache", _member_of(CachePolicy, self.cache, "cache policy"))
         if not isinstance(self.first_rank, int) or self.first_rank < 0:
             raise ConfigError(f"first_rank is {self.first_rank!r}", hint="expected 0 or more")
-        if not 0 < self.commit_s <= 86_400:
-            raise ConfigError(f"commit_s is {self.commit_s}", hint="expected more than 0 and at most 86400 s")
+        if not 0 < self.stand_still_s <= 86_400:
+            raise ConfigError(f"stand_still_s is {self.stand_still_s}", hint="expected more than 0 and at most 86400 s")
 
 
 def engine_settings(given: Mapping[str, Any], env: Mapping[str, str] | None = None) -> EngineSettings:
     """Defaults, overridden by `WEFT_*` variables, overridden by what is given."""
-    kinds: dict[str, Any] = {"first_rank": int, "commit_s": float}
+    kinds: dict[str, Any] = {"first_rank": int, "stand_still_s": float}
     variables = os.environ if env is None else env
     values: dict[str, Any] = {}
     names = [field.name for field in fields(EngineSettings)]
