@@ -77,6 +77,8 @@ class Parts:
         chunks = plan_chunks(plan, self.links)
         self.wire_bytes = chunks.pair_sum(chunks.num_bytes, self._linked.shape)
         """What each link carries in a version that is sent whole: a matrix [trainer, engine]."""
+        self.num_writes = int(chunks.num_writes.sum())
+        """One-sided writes of such a version."""
         landing = self._landing_room(chunks)
         patches = self._patch_room()
         self._landing_bytes, self._streams = landing.sum(axis=0), np.cumsum(landing, axis=0) - landing

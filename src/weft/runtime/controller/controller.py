@@ -114,6 +114,14 @@ class ControllerStatistics:
     """What trainers sent for it; patches are shorter than `bytes_per_version`."""
     last_amax_bytes: int
     """What trainers told each other, through the controller, to agree on FP8 scales."""
+    num_plans: int
+    """Plans that were made."""
+    plan_s: float
+    """How long the last one took."""
+    ship_s: float
+    """How long members took, from then on, until they had their parts."""
+    writes_per_version: int
+    """One-sided writes of a version that is sent whole."""
     channel: dict[str, int]
 
 
@@ -188,6 +196,7 @@ class Controller:
         """Connections that something could not be sent to, and why."""
         self._counts: Counter[str] = Counter()
         self._last_abort, self._last_version_s, self._last_wire_bytes = "", 0.0, 0
+        self._plan_s, self._ship_s, self._planned_at = 0.0, 0.0, 0.0
         self._planned = threading.Event()
         self._stop = threading.Event()
         keys = server_keys(security)
@@ -220,6 +229,10 @@ class Controller:
             last_version_s=self._last_version_s,
             last_wire_bytes=self._last_wire_bytes,
             last_amax_bytes=self._amax.num_bytes,
+            num_plans=self._counts["plans"],
+            plan_s=self._plan_s,
+            ship_s=self._ship_s,
+            writes_per_version=0 if self._parts is None else self._parts.num_writes,
             channel=asdict(self._server.statistics()),
         )
 
@@ -493,6 +506,7 @@ class Controller:
         """Plan for the members that are there; False, and they hear why, if they do not fit."""
         who = self._who
         trainers, engines = who.joins("trainer"), who.joins("engine")
+        began = time.monotonic()
         try:
             plan, digest = self._planning.plan(trainers, engines, ranks_per_engine=who.ranks_per_engine)
             transports = {link: choice.transport for link, choice in self._links.items()}
@@ -505,6 +519,9 @@ class Controller:
             self._refuse_all(PlanError(f"{type(error).__name__} while planning: {error}"))
             return False
         self._plan, self._plan_digest, self._parts = plan, digest, parts
+        self._planned_at = time.monotonic()
+        self._plan_s = self._planned_at - began
+        self._counts["plans"] += 1
         self._amax = AmaxExchange(parts.holders)
         return True
 
@@ -519,6 +536,7 @@ class Controller:
         for rank in trainers:
             self._send(f"trainer {rank}", parts.send_plan(rank, engines))
         self._planned_round = who.round
+        self._ship_s = time.monotonic() - self._planned_at
         self._settled.clear()  # engines have heard of them
         self._abandoned.clear()
         self._planned.set()
