@@ -79,7 +79,8 @@ class Troupe:
         """Wait until every member has compiled so many parts; what each was shipped, and how long it took."""
         deadline = time.monotonic() + timeout_s
         found = []
-        for name, member in zip(self._names(), (*self.senders, *self.receivers), strict=True):
+        members: list[RehearsedSender | RehearsedReceiver] = [*self.senders, *self.receivers]
+        for name, member in zip(self._names(), members, strict=True):
             if not member.log.wait(num_plans, max(deadline - time.monotonic(), 0.0)):
                 raise TransferTimeout(f"{name[0]} {name[1]} has no compiled plan after {timeout_s:.0f} s")
             log = member.log

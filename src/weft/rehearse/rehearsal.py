@@ -113,9 +113,7 @@ class _Rehearsal:
             num_trainers=ranks.num_trainers,
             num_engine_ranks=ranks.num_engine_ranks,
             ranks_per_engine=ranks.ranks_per_engine,
-            settings=TransferSettings(
-                transport=STANDS_FOR, staging_bytes=4 * LARGEST_CHUNK, version_s=VERSION_S
-            ),
+            settings=TransferSettings(transport=STANDS_FOR, staging_bytes=4 * LARGEST_CHUNK, version_s=VERSION_S),
             policy=case.policy,
             topology=case_cluster(case),
             ignore=case.ignore,

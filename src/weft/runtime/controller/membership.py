@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import secrets
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -24,6 +25,8 @@ MAX_CLOCK_STEP_NS = 86_400 * 10**9
 """How far the clocks of two controllers may differ."""
 MAX_NICS = 16
 """Of one member, that are shown."""
+MAX_NAMED = 4
+"""Members that are named where many are meant."""
 
 
 @dataclass(slots=True)
@@ -173,19 +176,44 @@ class Membership:
             lines.append(f"host {host[:8]}: {members}; RDMA cards: {nics or 'none'}")
         return lines
 
-    def choose_links(self, settings: TransferSettings) -> dict[tuple[int, int], Choice]:
-        """The transport of every link between a trainer and an engine rank."""
-        own = settings.mode is ReceiverMode.SHADOW or settings.delta is DeltaPolicy.ON  # weft's own memory is written
-        links = {}
+    def use(self, links: Mapping[tuple[int, int], Choice]) -> None:
+        """These transports were chosen for this round."""
         for known in self.members.values():
             known.transports = {}
-        for trainer, src in self.joins("trainer").items():
-            for engine, dst in self.joins("engine").items():
-                place = msgspec.structs.replace(dst.place, shareable=own or dst.place.shareable)
-                links[trainer, engine] = choose(
-                    src.place, place, wanted=settings.transport, allow_fallback=settings.allow_fallback
-                )
         for (trainer, engine), choice in links.items():
             self.members[f"trainer {trainer}"].transports[engine] = choice.transport
             self.members[f"engine {engine}"].transports[trainer] = choice.transport
-        return links
+
+    @property
+    def obstacle(self) -> str:
+        """What the round waits for, of members; empty where everybody is there and has opened."""
+        names = [f"{side} {rank}" for side, count in self.num.items() for rank in range(count)]
+        missing = [name for name in names if name not in self.members]
+        if missing:
+            return f"waiting for {_named(missing)} to join"
+        if self.blocked:
+            return ", ".join(self.blocked.values())
+        closed = [name for name in names if not self._is_open(self.members[name])]
+        return f"waiting for {_named(closed)} to open memory" if closed else ""
+
+
+def choose_links(
+    trainers: Mapping[int, Join], engines: Mapping[int, Join], settings: TransferSettings
+) -> dict[tuple[int, int], Choice]:
+    """The transport of every link between a trainer and an engine rank."""
+    own = settings.mode is ReceiverMode.SHADOW or settings.delta is DeltaPolicy.ON  # weft's own memory is written
+    places = {
+        engine: msgspec.structs.replace(dst.place, shareable=own or dst.place.shareable)
+        for engine, dst in engines.items()
+    }
+    return {
+        (trainer, engine): choose(src.place, place, wanted=settings.transport, allow_fallback=settings.allow_fallback)
+        for trainer, src in trainers.items()
+        for engine, place in places.items()
+    }
+
+
+def _named(members: list[str]) -> str:
+    """Members by name, if they are few."""
+    shown = ", ".join(members[:MAX_NAMED])
+    return shown if len(members) <= MAX_NAMED else f"{shown} and {len(members) - MAX_NAMED} others"
