@@ -233,7 +233,7 @@ class Controller:
             last_version_s=self._last_version_s,
             last_wire_bytes=self._last_wire_bytes,
             last_amax_bytes=self._amax.num_bytes,
-            num_plans=self._counts["plans"],
+            num_plans=self._planner.num_plans,
             plan_s=self._plan_s,
             ship_s=self._ship_s,
             writes_per_version=0 if self._parts is None else self._parts.num_writes,
@@ -494,9 +494,7 @@ class Controller:
         """Members fit together: let them open transports and memory for the plan."""
         self._plan, self._plan_digest, self._parts = planned.plan, planned.digest, planned.parts
         self._links, self._planned_at = planned.links, time.monotonic()
-        if planned.is_new:
-            self._plan_s = planned.plan_s
-            self._counts["plans"] += 1
+        self._plan_s = planned.plan_s
         self._amax = AmaxExchange(planned.parts.holders)
         self._who.use(planned.links)
         for member, known in self._who.members.items():

@@ -15,13 +15,15 @@ their old parts, and nothing is planned.
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import hashlib
 import logging
 import queue
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -50,8 +52,6 @@ class Planned:
     parts: Parts
     plan_s: float
     """How long it took to make."""
-    is_new: bool = True
-    """Whether it was made for this; otherwise it was kept from before."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,6 +85,8 @@ class Planner:
         """Of the job whose results count."""
         self._what, self._began = "", 0.0
         self._kept: tuple[bytes, Planned] | None = None
+        self.num_plans = 0
+        """Plans that were made."""
         self._thread = threading.Thread(target=self._run, name="weft-planner", daemon=True)
         self._thread.start()
 
@@ -139,16 +141,20 @@ class Planner:
 
     def _run(self) -> None:
         while (begun := self._jobs.get()) is not None:
-            number, job = begun
-            while number == self._number and (result := _next(job)) is not None:
-                self._results.put((number, result))
-                self._wake()
+            with _uncollected():
+                self._work_on(*begun)
+
+    def _work_on(self, number: int, job: Iterator[Result]) -> None:
+        """A job to its end, unless it is given up."""
+        while number == self._number and (result := _next(job)) is not None:
+            self._results.put((number, result))
+            self._wake()
 
     def _plan(self, joins: Joins) -> Iterator[Result]:
         """One Planned: that of the last time, if members are the same."""
         key = _fingerprint(joins)
         if self._kept is not None and self._kept[0] == key:
-            yield replace(self._kept[1], is_new=False)
+            yield self._kept[1]
             return
         began = time.monotonic()
         trainers, engines = joins
@@ -158,7 +164,21 @@ class Planner:
         parts = Parts(plan, digest, joins, transports, self._settings)
         planned = Planned(links=links, plan=plan, digest=digest, parts=parts, plan_s=time.monotonic() - began)
         self._kept = key, planned
+        self.num_plans += 1
         yield planned
+
+
+@contextlib.contextmanager
+def _uncollected() -> Iterator[None]:
+    """Without the cyclic garbage collector: it stops every thread for as long as it looks at a plan's many objects,
+    which took more than two seconds for a million shards. Planning makes hardly any cycles."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def _next(job: Iterator[Result]) -> Result | None:
