@@ -47,6 +47,16 @@ class Opening:
     patch_bytes: int
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkTable:
+    """The boxes of one link."""
+
+    encoded: bytes
+    """A table of weft.runtime.compile.link_boxes.LinkBoxes."""
+    tensors: Int64s
+    """Numbers of the engine rank's tensors in it."""
+
+
 class Parts:
     """Every member's part of one plan."""
 
@@ -72,6 +82,7 @@ class Parts:
         self._grids = {t: trainer_grids(plan, groups, t, self._shards[t]) for t in self._trainers}
         self._grid_numbers = {t: _grid_numbers(plan, grids) for t, grids in self._grids.items()}
         self._places = {e: digest_places(join.held) for e, join in self._engines.items()}
+        self._tables: dict[tuple[int, int], LinkTable] = {}
         self._linked = plan.pair_bytes > 0
         """Pairs that are linked at all."""
         chunks = plan_chunks(plan, self.links)
@@ -101,20 +112,22 @@ class Parts:
             return room
         sizes = cache(_max_patch_bytes)
         for link in zip(*(side.tolist() for side in np.nonzero(self._linked)), strict=True):
-            room[link] = sizes(self._encoded(*link), self.links.carriage(*link))
+            room[link] = sizes(self._table(*link).encoded, self.links.carriage(*link))
         return _aligned(room)
 
-    def _link_boxes(self, trainer: int, engine: int) -> LinkBoxes:
-        return self._boxes.link(
-            trainer,
-            engine,
-            shard=self._shards[trainer],
-            tensor=self._tensors[engine],
-            grid=self._grid_numbers[trainer],
-        )
-
-    def _encoded(self, trainer: int, engine: int) -> bytes:
-        return self._link_boxes(trainer, engine).encode()
+    def _table(self, trainer: int, engine: int) -> LinkTable:
+        """The boxes of one link, made once: both of its ends get them, and again when a member returns."""
+        link = trainer, engine
+        if link not in self._tables:
+            boxes = self._boxes.link(
+                trainer,
+                engine,
+                shard=self._shards[trainer],
+                tensor=self._tensors[engine],
+                grid=self._grid_numbers[trainer],
+            )
+            self._tables[link] = LinkTable(encoded=boxes.encode(), tensors=boxes.tensors)
+        return self._tables[link]
 
     @property
     def has_windows(self) -> bool:
@@ -129,7 +142,8 @@ class Parts:
 
     def owed(self, trainer: int) -> dict[int, int]:
         """What a trainer writes to each engine rank in a version that is sent whole."""
-        return {int(engine): int(self.wire_bytes[trainer, engine]) for engine in np.flatnonzero(self._linked[trainer])}
+        engines = np.flatnonzero(self._linked[trainer])
+        return dict(zip(engines.tolist(), self.wire_bytes[trainer, engines].tolist(), strict=True))
 
     def opening(self, engine: int) -> Opening:
         """The memory an engine rank has to open."""
@@ -151,16 +165,15 @@ class Parts:
 
     def _target(self, trainer: int, engine: int, opened: Opened) -> Target:
         link = trainer, engine
-        boxes = self._link_boxes(trainer, engine)
-        tensors = boxes.tensors
-        places = {"position": self._places[engine][tensors]}
+        table = self._table(trainer, engine)
+        places = {"position": self._places[engine][table.tensors]}
         if opened.live:
-            places["address"] = unpack(opened.live).astype(np.int64)[tensors]
+            places["address"] = unpack(opened.live).astype(np.int64)[table.tensors]
         return Target(
             engine=engine,
             offer=opened.offers[self._transports[link]],
             carriage=self.links.carriage(trainer, engine),
-            boxes=boxes.encode(),
+            boxes=table.encoded,
             places=squeeze(places),
             stream=opened.landing + int(self._streams[link]) if opened.landing else 0,
             patches=opened.patches + int(self._patches[link]) if opened.patches else 0,
@@ -173,7 +186,7 @@ class Parts:
                 trainer=trainer,
                 transport=self._transports[trainer, engine],
                 carriage=self.links.carriage(trainer, engine),
-                boxes=self._encoded(trainer, engine),
+                boxes=self._table(trainer, engine).encoded,
                 stream=int(self._streams[trainer, engine]),
                 patches=int(self._patches[trainer, engine]),
                 endpoint=self._endpoint(trainer, engine, opened[trainer]),

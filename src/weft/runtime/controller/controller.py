@@ -57,6 +57,7 @@ from weft.runtime.control.messages import (
     Leave,
     Open,
     Opened,
+    Part,
     Paused,
     Ready,
     Refused,
@@ -180,6 +181,7 @@ class Controller:
         self._parts: Parts | None = None
         self._amax = AmaxExchange({})
         self._must_plan = False
+        self._next_look = 0.0
         self._status = ""
         """What has to happen before versions can be written."""
         self._settled: set[int] = set()
@@ -394,6 +396,10 @@ class Controller:
                 self._send(f"engine {engine}", CutOff(incarnations=[known.incarnation]))
 
     def _look_at_clocks(self) -> None:
+        """Ten times a second: what is too late, and what members should know."""
+        if time.monotonic() < self._next_look:
+            return
+        self._next_look = time.monotonic() + POLL_S
         self._status = self._planner.status or self._who.obstacle
         for connection in self._server.stuck(self._settings.silence_s):
             self._expel(connection, "does not read its messages")
@@ -466,7 +472,7 @@ class Controller:
         if self._transfer is not None or not self._rebuild():
             return
         self._must_plan = False
-        self._who.round += 1
+        self._who.begin_round()
         self._planner.plan(self._who.joins("trainer"), self._who.joins("engine"))
 
     def _take_planned_safely(self) -> None:
@@ -532,7 +538,7 @@ class Controller:
         assert self._parts is not None
         needed = self._parts.opening(known.join.rank) if known.join.side == "engine" else None
         check_opened(known.join, message, set(known.transports.values()), needed)
-        known.opened, known.blocked = message, ""
+        self._who.open(known, message)
         if self._who.has_opened:
             self._planner.ship(self._parts, self._who.opened("trainer"), self._who.opened("engine"))
 
@@ -567,7 +573,7 @@ class Controller:
             may_return = known.join.side == "engine"
             self._send(member, Refused(reason=str(error), hint=error.hint or "", may_return=may_return))
             self._settled.add(known.incarnation)  # no version is under way
-        self._who.members.clear()
+        self._who.remove_all()
         self._planner.give_up()
         self._wants.clear()
         self._uncommitted.clear()  # who joins again says what it has not committed
@@ -788,9 +794,12 @@ class Controller:
             for rank in sorted(transfer.engines):
                 self._apply(self._ready(rank, transfer.version))
             return
-        for rank in sorted(transfer.engines):
-            mine = [part for part in transfer.parts if part.engine == rank]
-            self._send(f"engine {rank}", Verify(version=transfer.version, parts=mine))
+        parts: dict[int, list[Part]] = {rank: [] for rank in transfer.engines}
+        for part in transfer.parts:
+            if part.engine in parts:
+                parts[part.engine].append(part)
+        for rank in sorted(parts):
+            self._send(f"engine {rank}", Verify(version=transfer.version, parts=parts[rank]))
 
     def _ready(self, rank: int, version: int) -> Decision | None:
         """An engine rank holds a version whole; what that decides, if anything."""

@@ -57,6 +57,8 @@ class Membership:
         self.round = secrets.randbits(40)
         """Rounds of different controllers have different numbers: what was meant for another is not confused."""
         self._newest: dict[tuple[Side, int], int] = {}
+        self._open: dict[str, set[int]] = {side: set() for side in self.num}
+        """Ranks that have opened in this round."""
 
     def objection(self, member: str) -> str | None:
         """Why a process cannot join under this name; None if it can."""
@@ -109,7 +111,23 @@ class Membership:
         known = self.members.pop(member, None)
         if known is not None:
             self.lost[member] = how
+            self._open[known.join.side].discard(known.join.rank)
         return known
+
+    def remove_all(self) -> None:
+        """Everybody has to go."""
+        self.members.clear()
+        self._open = {side: set() for side in self.num}
+
+    def begin_round(self) -> None:
+        """What was opened so far does not count any more."""
+        self.round += 1
+        self._open = {side: set() for side in self.num}
+
+    def open(self, known: Member, opened: Opened) -> None:
+        """A member has opened transports in this round."""
+        known.opened, known.blocked = opened, ""
+        self._open[known.join.side].add(known.join.rank)
 
     def name_of(self, connection: str) -> str:
         """The member a connection speaks for, whether or not it has joined."""
@@ -128,10 +146,7 @@ class Membership:
     @property
     def has_opened(self) -> bool:
         """Whether everybody is there and has opened transports in this round."""
-        return self.is_complete and all(self._is_open(known) for known in self.members.values())
-
-    def _is_open(self, known: Member) -> bool:
-        return known.opened is not None and known.opened.round == self.round
+        return all(len(self._open[side]) == count for side, count in self.num.items())
 
     def joins(self, side: Side) -> dict[int, Join]:
         """What members of a side said when they joined, by rank."""
@@ -145,8 +160,7 @@ class Membership:
 
     def open_ranks(self, side: Side) -> set[int]:
         """Ranks that are there and open in this round."""
-        mine = [known for known in self.members.values() if known.join.side == side]
-        return {known.join.rank for known in mine if self._is_open(known)}
+        return self._open[side]
 
     def ranks_of(self, engine: int) -> range:
         """The ranks of one engine."""
@@ -187,14 +201,16 @@ class Membership:
     @property
     def obstacle(self) -> str:
         """What the round waits for, of members; empty where everybody is there and has opened."""
+        if self.has_opened:
+            return ""
         names = [f"{side} {rank}" for side, count in self.num.items() for rank in range(count)]
         missing = [name for name in names if name not in self.members]
         if missing:
             return f"waiting for {_named(missing)} to join"
         if self.blocked:
             return ", ".join(self.blocked.values())
-        closed = [name for name in names if not self._is_open(self.members[name])]
-        return f"waiting for {_named(closed)} to open memory" if closed else ""
+        closed = [f"{side} {rank}" for side, n in self.num.items() for rank in range(n) if rank not in self._open[side]]
+        return f"waiting for {_named(closed)} to open memory"
 
 
 def choose_links(
