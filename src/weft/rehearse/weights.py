@@ -8,7 +8,8 @@ EngineWeights(sides).of(3)              # what engine rank 3 holds, as boxes of 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from math import prod
 
 import numpy as np
 from numpy.typing import NDArray
@@ -87,7 +88,7 @@ def _held_rows(layout: Layout, rank: int) -> NDArray[np.bool_]:
 
 def _reserved(boxes: Sequence[Box]) -> Weights:
     """Boxes one after the other, at addresses that have no memory."""
-    sizes = [_size(extent) * DTYPE_BYTES[tensor.dtype] for tensor, _, _, extent in boxes]
+    sizes = [prod(extent) * DTYPE_BYTES[tensor.dtype] for tensor, _, _, extent in boxes]
     room: Ints = -(-np.array(sizes, dtype=np.int64) // ALIGN) * ALIGN
     memory = Reserved(int(room.sum()))
     begins = (memory.address + np.cumsum(room) - room).tolist()
@@ -106,9 +107,5 @@ def _reserved(boxes: Sequence[Box]) -> Weights:
     return Weights(held, ((memory.address, memory.num_bytes),), keep=memory)
 
 
-def _size(extent: Iterable[int]) -> int:
-    return int(np.prod(list(extent), dtype=np.int64))
-
-
 def _row_major(extent: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(_size(extent[dim + 1 :]) for dim in range(len(extent)))
+    return tuple(prod(extent[dim + 1 :]) for dim in range(len(extent)))

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
+from math import prod
 
 import numpy as np
 from numpy.typing import NDArray
@@ -213,7 +214,7 @@ def _aligned(sizes: Int64s) -> Int64s:
 
 def digest_places(held: list[HeldShard]) -> Int64s:
     """Where each shard of an engine rank lies in its digest space."""
-    sizes = [int(np.prod(shard.extent)) * DTYPE_BYTES[shard.dtype] for shard in held]
+    sizes = [prod(shard.extent) * DTYPE_BYTES[shard.dtype] for shard in held]
     aligned = -(-np.array(sizes, dtype=np.int64) // ALIGN) * ALIGN
     return np.cumsum(aligned) - aligned
 
