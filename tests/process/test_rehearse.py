@@ -10,7 +10,7 @@ SMALL = (
     "rehearse",
     "qwen3-0.6b",
     "--trainer",
-    "fsdp4",
+    "fsdp3",
     "--engine",
     "tp2",
     "--replicas",
