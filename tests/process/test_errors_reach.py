@@ -46,7 +46,7 @@ def limits() -> dict[str, tuple[int, int]]:
 def starved_engine(pipe: Any, address: str, error: str) -> None:
     """Joins, is then out of something, and is told to open transports; answers what it was told."""
     with Receiver(address, rank=0, weights=weights(16_384)) as receiver:
-        while receiver._control.obstacle() is not None:
+        while not receiver._control.incarnation:
             time.sleep(0.01)
         which, soft = limits()[error]
         resource.setrlimit(which, (soft, resource.getrlimit(which)[1]))

@@ -19,6 +19,7 @@ from weft.cli.keys import keys_command
 from weft.cli.lists import models_command, presets_command, topologies_command
 from weft.cli.output import err, out
 from weft.cli.plan import plan_command
+from weft.cli.rehearse import rehearse_command
 from weft.cli.rl import demo_command, env_command, rl_command
 from weft.cli.serve import serve_command
 from weft.cli.simulate import simulate_command
@@ -39,6 +40,7 @@ app.command("demo")(demo_command)
 app.command("rl")(rl_command)
 app.command("plan")(plan_command)
 app.command("simulate")(simulate_command)
+app.command("rehearse")(rehearse_command)
 app.command("validate")(validate_command)
 app.command("controller")(controller_command)
 app.command("serve")(serve_command)

@@ -19,7 +19,7 @@ from weft.core.model import Model
 from weft.core.plan import Plan
 from weft.core.planner import make_plan, parse_policy
 from weft.core.recipe import Recipe
-from weft.core.topology import Cluster, load_topology, with_placement
+from weft.core.topology import Cluster, Topology, load_topology, with_placement
 from weft.core.trainer_layout import Gather, parse_trainer, trainer_layout
 from weft.errors import ConfigError
 
@@ -49,6 +49,16 @@ class Case:
     """Names or patterns (`visual.*`) of trainer tensors that no engine uses."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sides:
+    """What members of a case hold, and where they are."""
+
+    model: Model
+    trainer: Layout
+    recipe: Recipe
+    topology: Topology
+
+
 def plan_case(
     case: Case,
     *,
@@ -57,11 +67,24 @@ def plan_case(
     on_progress: Callable[[str], None] = lambda _: None,
 ) -> Plan:
     """The proven plan of a case. `model` saves loading it again."""
-    policy = parse_policy(case.policy)
-    gather = Gather.WORLD if policy is Policy.RANK0 else _gather(case.gather)
-    cluster = load_topology(case.topology)
-    if case.placement:
-        cluster = with_placement(cluster, case.placement)
+    sides = lay_out(case, model=model, on_progress=on_progress)
+    return make_plan(
+        trainer=sides.trainer,
+        recipe=sides.recipe,
+        topology=sides.topology,
+        policy=parse_policy(case.policy),
+        settings=settings,
+        model=sides.model.name,
+        gathered=_gathering(case) is not Gather.NONE,
+        ignore=case.ignore,
+        on_progress=on_progress,
+    )
+
+
+def lay_out(case: Case, *, model: Model | None = None, on_progress: Callable[[str], None] = lambda _: None) -> Sides:
+    """Both sides of a case, not yet planned."""
+    gather = _gathering(case)
+    cluster = case_cluster(case)
     _check_sizes(case, cluster)
     on_progress(f"listing the tensors of {case.model}")
     model = model or load_model(case.model)
@@ -71,17 +94,42 @@ def plan_case(
     trainer = _trainer(case, model, gather)
     on_progress(f"laying out engines {case.engine}")
     recipe = _recipe(case, model)
-    return make_plan(
-        trainer=trainer,
-        recipe=recipe,
-        topology=cluster.place(num_trainers=trainer.num_ranks, num_engines=recipe.engine.num_ranks),
-        policy=policy,
-        settings=settings,
-        model=model.name,
-        gathered=gather is not Gather.NONE,
-        ignore=case.ignore,
-        on_progress=on_progress,
+    topology = cluster.place(num_trainers=trainer.num_ranks, num_engines=recipe.engine.num_ranks)
+    return Sides(model=model, trainer=trainer, recipe=recipe, topology=topology)
+
+
+def case_cluster(case: Case) -> Cluster:
+    """The kind of cluster a case is for."""
+    cluster = load_topology(case.topology)
+    return with_placement(cluster, case.placement) if case.placement else cluster
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CaseRanks:
+    """How many members a case has."""
+
+    num_trainers: int
+    num_engine_ranks: int
+    ranks_per_engine: int
+
+
+def case_ranks(case: Case) -> CaseRanks:
+    """Without laying anything out, unless layouts are files."""
+    if is_layout_file(case.trainer) or is_layout_file(case.engine):
+        sides = lay_out(case)
+        num_trainers, num_engine_ranks = sides.trainer.num_ranks, sides.recipe.engine.num_ranks
+    else:
+        num_trainers = parse_trainer(case.trainer).num_ranks
+        num_engine_ranks = parse_engine(case.engine).num_ranks * case.num_replicas
+    return CaseRanks(
+        num_trainers=num_trainers,
+        num_engine_ranks=num_engine_ranks,
+        ranks_per_engine=num_engine_ranks // case.num_replicas,
     )
+
+
+def _gathering(case: Case) -> Gather:
+    return Gather.WORLD if parse_policy(case.policy) is Policy.RANK0 else _gather(case.gather)
 
 
 def _check_sizes(case: Case, cluster: Cluster) -> None:

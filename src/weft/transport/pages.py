@@ -20,6 +20,7 @@ _HUGE_BYTES = 4 << 20
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
 _libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
+_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 
 
 _kept: list[object] = []
@@ -46,6 +47,17 @@ class Pages:
         return True
 
 
+class Reserved:
+    """Addresses without memory behind them; whoever touches them is ended."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self.num_bytes = max(num_bytes, 1)
+        self.address = _map(None, self.num_bytes, _MAP_PRIVATE | _MAP_ANONYMOUS | _MAP_NORESERVE)
+
+    def __del__(self) -> None:
+        _libc.munmap(self.address, self.num_bytes)
+
+
 def address_of(mapped: mmap.mmap) -> int:
     """Where a mapping begins."""
     return ctypes.addressof(ctypes.c_char.from_buffer(mapped))
@@ -53,7 +65,14 @@ def address_of(mapped: mmap.mmap) -> int:
 
 def reserve(address: int, num_bytes: int) -> None:
     """Replace a mapping by inaccessible addresses without memory behind them."""
-    flags = _MAP_PRIVATE | _MAP_FIXED | _MAP_ANONYMOUS | _MAP_NORESERVE
-    if _libc.mmap(address, num_bytes, _PROT_NONE, flags, -1, 0) == _FAILED:
+    _map(address, num_bytes, _MAP_PRIVATE | _MAP_FIXED | _MAP_ANONYMOUS | _MAP_NORESERVE)
+
+
+def _map(address: int | None, num_bytes: int, flags: int) -> int:
+    """Map addresses that nobody may touch; returns where."""
+    found = _libc.mmap(address, num_bytes, _PROT_NONE, flags, -1, 0)
+    if found == _FAILED:
         code = ctypes.get_errno()
-        raise OSError(code, f"cannot reserve {num_bytes} bytes at {address:#x}")
+        where = "" if address is None else f" at {address:#x}"
+        raise OSError(code, f"cannot reserve {num_bytes} bytes{where}")
+    return int(found)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import prod
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,7 +25,7 @@ from weft.core.streams import Path
 from weft.errors import PlanError
 from weft.runtime.compile.columns import squeeze
 from weft.runtime.compile.grids import TrainerGrids, trainer_grids
-from weft.runtime.compile.link_boxes import LinkBoxes, PlanBoxes, held_numbers
+from weft.runtime.compile.link_boxes import PlanBoxes, held_numbers
 from weft.runtime.compile.links import member_links
 from weft.runtime.control.messages import HeldShard, Join, Opened, ReceivePlan, SendPlan, Source, Target, unpack
 from weft.transport.base import Endpoint
@@ -43,6 +44,16 @@ class Opening:
     landing_bytes: int
     """A landing area, or a window in front of the live weights."""
     patch_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkTable:
+    """The boxes of one link."""
+
+    encoded: bytes
+    """A table of weft.runtime.compile.link_boxes.LinkBoxes."""
+    tensors: Int64s
+    """Numbers of the engine rank's tensors in it."""
 
 
 class Parts:
@@ -70,11 +81,14 @@ class Parts:
         self._grids = {t: trainer_grids(plan, groups, t, self._shards[t]) for t in self._trainers}
         self._grid_numbers = {t: _grid_numbers(plan, grids) for t, grids in self._grids.items()}
         self._places = {e: digest_places(join.held) for e, join in self._engines.items()}
+        self._tables: dict[tuple[int, int], LinkTable] = {}
         self._linked = plan.pair_bytes > 0
         """Pairs that are linked at all."""
         chunks = plan_chunks(plan, self.links)
         self.wire_bytes = chunks.pair_sum(chunks.num_bytes, self._linked.shape)
         """What each link carries in a version that is sent whole: a matrix [trainer, engine]."""
+        self.num_writes = int(chunks.num_writes.sum())
+        """One-sided writes of such a version."""
         landing = self._landing_room(chunks)
         self._landing_bytes, self._streams = landing.sum(axis=0), np.cumsum(landing, axis=0) - landing
         self._patch_room = self._room_for_patches()
@@ -96,17 +110,19 @@ class Parts:
             return np.zeros(self._linked.shape, dtype=np.int64)
         return patch_room(self.wire_bytes, self._settings.patch_share)
 
-    def _link_boxes(self, trainer: int, engine: int) -> LinkBoxes:
-        return self._boxes.link(
-            trainer,
-            engine,
-            shard=self._shards[trainer],
-            tensor=self._tensors[engine],
-            grid=self._grid_numbers[trainer],
-        )
-
-    def _encoded(self, trainer: int, engine: int) -> bytes:
-        return self._link_boxes(trainer, engine).encode()
+    def _table(self, trainer: int, engine: int) -> LinkTable:
+        """The boxes of one link, made once: both of its ends get them, and again when a member returns."""
+        link = trainer, engine
+        if link not in self._tables:
+            boxes = self._boxes.link(
+                trainer,
+                engine,
+                shard=self._shards[trainer],
+                tensor=self._tensors[engine],
+                grid=self._grid_numbers[trainer],
+            )
+            self._tables[link] = LinkTable(encoded=boxes.encode(), tensors=boxes.tensors)
+        return self._tables[link]
 
     @property
     def has_windows(self) -> bool:
@@ -121,7 +137,8 @@ class Parts:
 
     def owed(self, trainer: int) -> dict[int, int]:
         """What a trainer writes to each engine rank in a version that is sent whole."""
-        return {int(engine): int(self.wire_bytes[trainer, engine]) for engine in np.flatnonzero(self._linked[trainer])}
+        engines = np.flatnonzero(self._linked[trainer])
+        return dict(zip(engines.tolist(), self.wire_bytes[trainer, engines].tolist(), strict=True))
 
     def opening(self, engine: int) -> Opening:
         """The memory an engine rank has to open."""
@@ -143,16 +160,15 @@ class Parts:
 
     def _target(self, trainer: int, engine: int, opened: Opened) -> Target:
         link = trainer, engine
-        boxes = self._link_boxes(trainer, engine)
-        tensors = boxes.tensors
-        places = {"position": self._places[engine][tensors]}
+        table = self._table(trainer, engine)
+        places = {"position": self._places[engine][table.tensors]}
         if opened.live:
-            places["address"] = unpack(opened.live).astype(np.int64)[tensors]
+            places["address"] = unpack(opened.live).astype(np.int64)[table.tensors]
         return Target(
             engine=engine,
             offer=opened.offers[self._transports[link]],
             carriage=self.links.carriage(trainer, engine),
-            boxes=boxes.encode(),
+            boxes=table.encoded,
             places=squeeze(places),
             stream=opened.landing + int(self._streams[link]) if opened.landing else 0,
             patches=opened.patches + int(self._patches[link]) if opened.patches else 0,
@@ -166,7 +182,7 @@ class Parts:
                 trainer=trainer,
                 transport=self._transports[trainer, engine],
                 carriage=self.links.carriage(trainer, engine),
-                boxes=self._encoded(trainer, engine),
+                boxes=self._table(trainer, engine).encoded,
                 stream=int(self._streams[trainer, engine]),
                 patches=int(self._patches[trainer, engine]),
                 patch_bytes=int(self._patch_room[trainer, engine]),
@@ -189,7 +205,7 @@ def _aligned(sizes: Int64s) -> Int64s:
 
 def digest_places(held: list[HeldShard]) -> Int64s:
     """Where each shard of an engine rank lies in its digest space."""
-    sizes = [int(np.prod(shard.extent)) * DTYPE_BYTES[shard.dtype] for shard in held]
+    sizes = [prod(shard.extent) * DTYPE_BYTES[shard.dtype] for shard in held]
     aligned = -(-np.array(sizes, dtype=np.int64) // ALIGN) * ALIGN
     return np.cumsum(aligned) - aligned
 

@@ -147,8 +147,32 @@ class _Peer:
     """When a frame of the backlog was taken, or the backlog began."""
 
 
+class _Alarm:
+    """Wakes the thread that waits at a socket, from any other thread."""
+
+    def __init__(self) -> None:
+        self.descriptor = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._lock, self._is_open = threading.Lock(), True
+
+    def ring(self) -> None:
+        """Make the thread that waits go on."""
+        with self._lock:  # a descriptor that was closed may be somebody else's by now
+            if self._is_open:
+                os.eventfd_write(self.descriptor, 1)
+
+    def silence(self) -> None:
+        """The thread has woken up."""
+        os.eventfd_read(self.descriptor)
+
+    def close(self) -> None:
+        """Ringing does nothing from now on."""
+        with self._lock:
+            self._is_open = False
+            os.close(self.descriptor)
+
+
 class Server:
-    """The controller's end. Used by one thread."""
+    """The controller's end. Used by one thread; `wake` is for others."""
 
     def __init__(
         self,
@@ -176,6 +200,7 @@ class Server:
         self._flushed_at, self._checked_keys_at, self._tidied_at = 0.0, 0.0, 0.0
         self._answered: OrderedDict[tuple[str, Kind], float] = OrderedDict()
         """When a stranger got an answer of this kind last, oldest first."""
+        self._alarm = _Alarm()
         self._context = zmq.Context()
         self._authenticator: zmq.auth.thread.ThreadAuthenticator | None = None
         self._socket = self._context.socket(zmq.ROUTER)
@@ -189,7 +214,7 @@ class Server:
         except zmq.ZMQError as error:
             self.close()
             raise ConfigError(f"cannot listen on `{address}`: {error.strerror}", hint="is the port in use?") from error
-        self._sources = [(self._socket, zmq.POLLIN)]
+        self._sources: list[Any] = [(self._socket, zmq.POLLIN), (self._alarm.descriptor, zmq.POLLIN)]
         self.spin_s = SPIN_S
         """How long after a message to look for the next without sleeping."""
         self._spin_until = 0.0
@@ -204,8 +229,12 @@ class Server:
         self._socket.curve_publickey = keys.own.public.encode()
         self._socket.curve_secretkey = keys.own.secret.encode()
 
+    def wake(self) -> None:
+        """Make a waiting `receive` return at once; may be called from any thread."""
+        self._alarm.ring()
+
     def receive(self, timeout_s: float) -> Received | None:
-        """The next message, or None when there is none in time."""
+        """The next message, or None when there is none in time or `wake` was called."""
         deadline = time.monotonic() + timeout_s
         self._forget_unfinished()
         num_dropped = 0
@@ -224,11 +253,18 @@ class Server:
         """Wait for a frame; full connections are tried again meanwhile."""
         while self._blocked:
             self._flush()
-            if _ready(self._sources, min(deadline, time.monotonic() + FLUSH_S), self._spin_until):
-                return True
+            ready = _ready(self._sources, min(deadline, time.monotonic() + FLUSH_S), self._spin_until)
+            if ready:
+                return self._has_frame(ready)
             if time.monotonic() >= deadline:
                 return False
-        return bool(_ready(self._sources, deadline, self._spin_until))
+        return self._has_frame(_ready(self._sources, deadline, self._spin_until))
+
+    def _has_frame(self, ready: set[Any]) -> bool:
+        """Whether the network is what ended a wait."""
+        if self._alarm.descriptor in ready:
+            self._alarm.silence()
+        return self._socket in ready
 
     def _forget_unfinished(self) -> None:
         """Give back the memory of messages whose rest does not come."""
@@ -430,6 +466,7 @@ class Server:
 
     def close(self) -> None:
         """Stop listening; unsent messages are dropped."""
+        self._alarm.close()
         self._socket.close(linger=0)
         if self._authenticator is not None:
             self._authenticator.stop()
@@ -498,12 +535,13 @@ class Client:
             | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
             | zmq.EVENT_HANDSHAKE_SUCCEEDED
         )
-        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._waking, self._is_open = threading.Lock(), True
+        self._alarm = _Alarm()
         self.spin_s = SPIN_S
         """How long after a message to look for the next without sleeping; may be set from any thread."""
         self._spin_until = 0.0
-        self._sources: list[Any] = [(source, zmq.POLLIN) for source in (self._socket, self._monitor, self._wake)]
+        self._sources: list[Any] = [
+            (source, zmq.POLLIN) for source in (self._socket, self._monitor, self._alarm.descriptor)
+        ]
         self._socket.connect(address)
         self._greet()
 
@@ -514,9 +552,7 @@ class Client:
 
     def wake(self) -> None:
         """Make a waiting `receive` return at once; may be called from any thread."""
-        with self._waking:  # the descriptor of a client that was closed may be somebody else's by now
-            if self._is_open:
-                os.eventfd_write(self._wake, 1)
+        self._alarm.ring()
 
     def send(self, message: Any) -> None:
         """Queue a message; it leaves as soon as the server can be reached. Never waits."""
@@ -573,8 +609,8 @@ class Client:
                 message = self._take(self._socket.recv_multipart())
                 if message is not None:
                     return message
-            elif self._wake in ready:
-                os.eventfd_read(self._wake)
+            elif self._alarm.descriptor in ready:
+                self._alarm.silence()
                 return None
             elif time.monotonic() >= deadline:
                 return None
@@ -659,9 +695,7 @@ class Client:
 
     def close(self) -> None:
         """Disconnect; unsent messages are dropped."""
-        with self._waking:
-            self._is_open = False
-            os.close(self._wake)
+        self._alarm.close()
         self._socket.disable_monitor()
         self._monitor.close(linger=0)
         self._socket.close(linger=0)

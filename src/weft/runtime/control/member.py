@@ -1,8 +1,11 @@
-"""What senders and receivers share: a thread that owns the control channel, beats, joins, and hands messages on.
+"""What senders and receivers share: a thread that owns the control channel, joins, and hands messages on.
 
 consumes      messages from the controller, messages of the member's own threads
 produces      calls of the member's `Duties`, on this thread
 waits for     the network, until the next beat at most        unblocked by   the network, `post`, `close`
+
+The member beats whatever this thread does: while it opens memory, compiles a plan or takes in what has landed, which
+may take minutes, it leaves the channel to a second thread that does nothing but beat.
 
 A controller that falls silent is reported once. When it is back it does not know the member any more and says so; the
 member then joins again, with what it knows of versions, so that the controller can rebuild its state.
@@ -14,7 +17,7 @@ import contextlib
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +29,11 @@ from weft.runtime.control.messages import PROTOCOL, Alive, Beat, Join, Leave, Re
 
 CLOSE_S = 10.0
 GOODBYE_S = 0.05
+LONG_S = 1.0
+"""Work that takes longer than this is named where somebody waits."""
+_WORK = {"Open": "opening memory", "SendPlan": "compiling its part of the plan"}
+_WORK["ReceivePlan"] = _WORK["SendPlan"]
+"""What a member does for messages that take long."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,13 +75,21 @@ class ControlThread:
         """Whether any controller has answered at this address, ever."""
         self._last_heard = time.monotonic()
         self._is_lost = False
+        self._status = ""
+        """What the controller does, or waits for, before versions can be written."""
+        self._work, self._work_began = "", 0.0
+        """What this thread is doing while it does not listen."""
+        self._channel = threading.Lock()
+        """Held by the thread that uses the client: this one, but while it is at work."""
         self._outgoing: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"weft-{member}", daemon=True)
+        self._beating = threading.Thread(target=self._keep_beating, name=f"weft-{member}-beat", daemon=True)
 
     def start(self) -> None:
         """Begin listening, and join."""
         self._thread.start()
+        self._beating.start()
 
     @property
     def age_s(self) -> float:
@@ -91,12 +107,15 @@ class ControlThread:
         self._client.spin_s = BURST_SPIN_S if for_now else SPIN_S
 
     def obstacle(self) -> str | None:
-        """Why this member is not heard, if it is not; for errors of those who wait for something else."""
+        """What no version can be transferred without, as far as is known; for errors of those who wait."""
         if not self._was_answered:
             return f"no controller answers at `{self._address}`"
-        return (
-            None if self._is_joined else f"{self._client.member} is not joined to the controller at `{self._address}`"
-        )
+        if not self._is_joined:
+            return f"{self._client.member} is not joined to the controller at `{self._address}`"
+        work, busy_s = self._work, time.monotonic() - self._work_began
+        if work and busy_s > LONG_S:
+            return f"{self._client.member} has been {work} for {busy_s:.0f} s"
+        return f"the controller says: {self._status}" if self._status else None
 
     def leave(self, reason: str = "") -> None:
         """Say goodbye and stop soon, from any thread."""
@@ -111,6 +130,11 @@ class ControlThread:
             self._thread.join(CLOSE_S)
 
     def _run(self) -> None:
+        with self._channel:
+            self._run_to_end()
+
+    def _run_to_end(self) -> None:
+        """With the channel."""
         try:
             self._loop()
         except WeftError as error:
@@ -151,7 +175,8 @@ class ControlThread:
             message = self._receive(left_s if again_s is None else min(left_s, again_s))
             if message is not None:
                 self._take(message)
-            again_s = self._duties.idle()
+            with self._at_work("taking in what has landed"):
+                again_s = self._duties.idle()
 
     def _receive(self, timeout_s: float) -> Any:
         """The next message. Waits of less than ZeroMQ's millisecond are slept."""
@@ -185,10 +210,10 @@ class ControlThread:
             case Welcome():
                 self.settings, self.incarnation = message.settings, message.incarnation
                 self.ranks_per_engine, self.num_trainers = message.ranks_per_engine, message.num_trainers
-                self._is_joined = True
+                self._is_joined, self._status = True, ""
                 self._duties.joined()
-            case Alive():
-                return
+            case Alive(status=status):
+                self._status = status
             case Unknown() | Reset():
                 if self._is_joined:
                     self._forget_all()
@@ -203,7 +228,33 @@ class ControlThread:
                 self._must_join, self._is_joined = True, False
                 self._duties.refused(error)
             case _:
-                self._duties.handle(message)
+                name = type(message).__name__
+                with self._at_work(_WORK.get(name, f"handling {name}")):
+                    self._duties.handle(message)
+
+    @contextlib.contextmanager
+    def _at_work(self, what: str) -> Iterator[None]:
+        """Leave the channel to the thread that beats."""
+        self._work, self._work_began = what, time.monotonic()
+        self._channel.release()
+        try:
+            yield
+        finally:
+            self._channel.acquire()
+            self._work, now = "", time.monotonic()
+            if now - self._work_began > self.settings.beat_s:
+                self._last_heard = now  # this thread did not listen: the controller may well have answered
+
+    def _keep_beating(self) -> None:
+        """On a thread of its own: beat while the other one is at work."""
+        while not self._stop.wait(self.settings.beat_s):
+            if not self._channel.acquire(blocking=False):
+                continue
+            try:
+                if self._is_joined and not self._stop.is_set() and not self._client.is_blocked:
+                    self._client.send(Beat())
+            finally:
+                self._channel.release()
 
     def _forget_all(self) -> None:
         """What was meant for a controller that is gone."""

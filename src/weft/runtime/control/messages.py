@@ -377,6 +377,8 @@ class Alive(_Message, frozen=True):
     """The controller is still there."""
 
     controller: str
+    status: str = ""
+    """What it does, or waits for, before versions can be written; empty when they can."""
 
 
 FromTrainer = Join | Opened | Want | Amax | Written | Stopped | Failed | Beat | Leave

@@ -24,6 +24,7 @@ class AmaxExchange:
         """For each group, the trainers that hold some of it."""
         self._holders = holders
         self._keys: dict[tuple[int, int], Keys] = {}
+        self._spread: dict[int, _Spread] = {}
         self._found: dict[int, dict[int, Floats]] = {}
         """Group → trainer → what it found, in the version under way."""
         self._version: int | None = None
@@ -52,11 +53,34 @@ class AmaxExchange:
         """Which blocks a trainer means, from now on."""
         if len(keys) and trainer in self._holders.get(group, frozenset()):
             self._keys[trainer, group] = keys
+            self._spread.pop(group, None)
 
     def _largest(self, group: int, found: Mapping[int, Floats]) -> dict[int, Floats]:
-        none = np.zeros(0, dtype=np.uint64)
-        keys = [self._keys.get((trainer, group), none) for trainer in found]
-        all_keys, place = np.unique(np.concatenate(keys), return_inverse=True)
-        most = np.zeros(len(all_keys), dtype=np.float32)
-        np.maximum.at(most, place, np.concatenate(list(found.values())))
-        return {trainer: most[np.searchsorted(all_keys, mine)] for trainer, mine in zip(found, keys, strict=True)}
+        if group not in self._spread:
+            none = np.zeros(0, dtype=np.uint64)
+            self._spread[group] = _Spread({t: self._keys.get((t, group), none) for t in sorted(found)})
+        return self._spread[group].largest(found)
+
+
+class _Spread:
+    """The blocks of one group, in the order of their keys: sorted once per plan."""
+
+    def __init__(self, keys: Mapping[int, Keys]) -> None:
+        self._trainers = list(keys)
+        joined = np.concatenate([*keys.values(), np.zeros(0, dtype=np.uint64)])
+        self._order = np.argsort(joined, kind="stable")
+        is_first = np.diff(joined[self._order], prepend=np.uint64(0)) > 0
+        is_first[:1] = True
+        self._first = np.flatnonzero(is_first)
+        self._block = np.empty(len(joined), dtype=np.int64)
+        self._block[self._order] = np.cumsum(is_first) - 1
+        self._ends = np.cumsum([len(mine) for mine in keys.values()]).tolist()
+
+    def largest(self, found: Mapping[int, Floats]) -> dict[int, Floats]:
+        """For each trainer the maximum over all holders of its blocks."""
+        values = np.concatenate([found[trainer] for trainer in self._trainers])
+        agreed = values
+        if len(values):
+            agreed = np.maximum.reduceat(values[self._order], self._first)[self._block]
+        begins = [0, *self._ends[:-1]]
+        return {t: agreed[a:b] for t, a, b in zip(self._trainers, begins, self._ends, strict=True)}

@@ -57,6 +57,7 @@ from weft.runtime.control.messages import (
     Leave,
     Open,
     Opened,
+    Part,
     Paused,
     Ready,
     Refused,
@@ -83,6 +84,7 @@ from weft.runtime.controller.admission import (
 )
 from weft.runtime.controller.amax import AmaxExchange
 from weft.runtime.controller.membership import Member, Membership
+from weft.runtime.controller.planner import MemberPart, Planned, Planner, Shipped
 from weft.runtime.controller.planning import Planning
 from weft.runtime.controller.transfer import Transfer
 from weft.transport.registry import Choice
@@ -114,6 +116,14 @@ class ControllerStatistics:
     """What trainers sent for it; patches are shorter than `bytes_per_version`."""
     last_amax_bytes: int
     """What trainers told each other, through the controller, to agree on FP8 scales."""
+    num_plans: int
+    """Plans that were made."""
+    plan_s: float
+    """How long the last one took."""
+    ship_s: float
+    """How long members took, from then on, until they had their parts."""
+    writes_per_version: int
+    """One-sided writes of a version that is sent whole."""
     channel: dict[str, int]
 
 
@@ -156,10 +166,10 @@ class Controller:
             num_trainers=num_trainers, num_engine_ranks=num_engine_ranks, ranks_per_engine=ranks_per_engine
         )
         self._settings = settings or TransferSettings()
-        self._planning = Planning.of(
+        planning = Planning.of(
             policy=policy, topology=topology, ignore=ignore, plan=plan, transfer=settings or TransferSettings()
         )
-        self._planning.check_members(
+        planning.check_members(
             num_trainers=num_trainers, num_engine_ranks=num_engine_ranks, ranks_per_engine=ranks_per_engine
         )
         self._name = secrets.token_hex(8)
@@ -171,6 +181,9 @@ class Controller:
         self._parts: Parts | None = None
         self._amax = AmaxExchange({})
         self._must_plan = False
+        self._next_look = 0.0
+        self._status = ""
+        """What has to happen before versions can be written."""
         self._settled: set[int] = set()
         """Incarnations of trainers that are gone and were not writing."""
         self._abandoned: set[int] = set()
@@ -188,6 +201,7 @@ class Controller:
         """Connections that something could not be sent to, and why."""
         self._counts: Counter[str] = Counter()
         self._last_abort, self._last_version_s, self._last_wire_bytes = "", 0.0, 0
+        self._plan_s, self._ship_s, self._planned_at = 0.0, 0.0, 0.0
         self._planned = threading.Event()
         self._stop = threading.Event()
         keys = server_keys(security)
@@ -195,6 +209,7 @@ class Controller:
             address, messages=ToController, protocol=PROTOCOL, objection=self._who.objection, keys=keys
         )
         self.address = self._server.address
+        self._planner = Planner(planning, self._settings, ranks_per_engine=ranks_per_engine, wake=self._server.wake)
         self._thread = threading.Thread(target=self._run, name="weft-controller", daemon=True)
         self._thread.start()
 
@@ -220,6 +235,10 @@ class Controller:
             last_version_s=self._last_version_s,
             last_wire_bytes=self._last_wire_bytes,
             last_amax_bytes=self._amax.num_bytes,
+            num_plans=self._planner.num_plans,
+            plan_s=self._plan_s,
+            ship_s=self._ship_s,
+            writes_per_version=0 if self._parts is None else self._parts.num_writes,
             channel=asdict(self._server.statistics()),
         )
 
@@ -248,8 +267,10 @@ class Controller:
                     if received is None:
                         break
                     self._handle_safely(received.sender, received.message)
+                self._take_planned_safely()
                 self._look_at_clocks()
         finally:
+            self._planner.close()
             self._server.close()
 
     def _send(self, member: str, message: Any) -> None:
@@ -306,7 +327,7 @@ class Controller:
     def _report(self, member: str, known: Member, message: Any) -> None:
         match message:
             case Beat():
-                self._send(member, Alive(controller=self._name))
+                self._send(member, Alive(controller=self._name, status=self._status))
             case Opened():
                 self._opened(known, message)
             case Failed(version=version, reason=reason):
@@ -375,6 +396,11 @@ class Controller:
                 self._send(f"engine {engine}", CutOff(incarnations=[known.incarnation]))
 
     def _look_at_clocks(self) -> None:
+        """Ten times a second: what is too late, and what members should know."""
+        if time.monotonic() < self._next_look:
+            return
+        self._next_look = time.monotonic() + POLL_S
+        self._status = self._planner.status or self._who.obstacle
         for connection in self._server.stuck(self._settings.silence_s):
             self._expel(connection, "does not read its messages")
         while self._unsendable:
@@ -423,8 +449,13 @@ class Controller:
         )
         self._send(member, welcome)
         log.info("%s joined (%d of %d)", member, len(self._who.members), sum(self._who.num.values()))
-        self._must_plan = True
+        self._plan_again()
         self._plan_if_possible()
+
+    def _plan_again(self) -> None:
+        """Members are others now: a plan that is being made is for those that were there."""
+        self._must_plan = True
+        self._planner.give_up()
 
     def _replace(self, member: str, connection: str) -> None:
         """A member joins anew: the same process again, or a newer one in its place."""
@@ -441,15 +472,37 @@ class Controller:
         if self._transfer is not None or not self._rebuild():
             return
         self._must_plan = False
-        self._who.round += 1
+        self._who.begin_round()
+        self._planner.plan(self._who.joins("trainer"), self._who.joins("engine"))
+
+    def _take_planned_safely(self) -> None:
+        """A plan that breaks something of ours costs members this round, not the controller."""
         try:
-            self._links = self._who.choose_links(self._settings)
-        except WeftError as error:
-            self._refuse_all(error)
-            return
-        if not self._make_plan():
-            return
-        assert self._parts is not None
+            self._take_planned()
+        except Exception as error:
+            log.exception("a defect while following a plan")
+            self._refuse_all(PlanError(f"triggered a bug in the controller: {type(error).__name__}: {error}"))
+
+    def _take_planned(self) -> None:
+        """What the planner has come to, for the members that are there."""
+        while (found := self._planner.take()) is not None:
+            match found:
+                case Planned():
+                    self._open(found)
+                case MemberPart(member=member, message=message):
+                    self._send(member, message)
+                case Shipped():
+                    self._begin_round()
+                case WeftError():
+                    self._refuse_misfits(found)
+
+    def _open(self, planned: Planned) -> None:
+        """Members fit together: let them open transports and memory for the plan."""
+        self._plan, self._plan_digest, self._parts = planned.plan, planned.digest, planned.parts
+        self._links, self._planned_at = planned.links, time.monotonic()
+        self._plan_s = planned.plan_s
+        self._amax = AmaxExchange(planned.parts.holders)
+        self._who.use(planned.links)
         for member, known in self._who.members.items():
             transports = sorted(set(known.transports.values()))
             message = Open(round=self._who.round, transports=transports)
@@ -460,8 +513,8 @@ class Controller:
                     writers=self._writers_of(known),
                     settled=sorted(self._settled),
                     abandoned=known.join.rank in self._abandoned,
-                    landing_bytes=self._parts.opening(known.join.rank).landing_bytes,
-                    patch_bytes=self._parts.opening(known.join.rank).patch_bytes,
+                    landing_bytes=planned.parts.opening(known.join.rank).landing_bytes,
+                    patch_bytes=planned.parts.opening(known.join.rank).patch_bytes,
                 )
             self._send(member, message)
 
@@ -480,45 +533,21 @@ class Controller:
         ]
 
     def _opened(self, known: Member, message: Opened) -> None:
-        if message.round != self._who.round:
-            return
+        if message.round != self._who.round or self._planner.is_busy:
+            return  # it belongs to an earlier round, or nobody has asked for it
         assert self._parts is not None
         needed = self._parts.opening(known.join.rank) if known.join.side == "engine" else None
         check_opened(known.join, message, set(known.transports.values()), needed)
-        known.opened, known.blocked = message, ""
+        self._who.open(known, message)
         if self._who.has_opened:
-            self._ship_plan()
+            self._planner.ship(self._parts, self._who.opened("trainer"), self._who.opened("engine"))
 
-    def _make_plan(self) -> bool:
-        """Plan for the members that are there; False, and they hear why, if they do not fit."""
-        who = self._who
-        trainers, engines = who.joins("trainer"), who.joins("engine")
-        try:
-            plan, digest = self._planning.plan(trainers, engines, ranks_per_engine=who.ranks_per_engine)
-            transports = {link: choice.transport for link, choice in self._links.items()}
-            parts = Parts(plan, digest, (trainers, engines), transports, self._settings)
-        except WeftError as error:
-            self._refuse_misfits(error)
-            return False
-        except Exception as error:  # a defect of ours: whoever reported last is not to blame
-            log.exception("a defect while planning")
-            self._refuse_all(PlanError(f"{type(error).__name__} while planning: {error}"))
-            return False
-        self._plan, self._plan_digest, self._parts = plan, digest, parts
-        self._amax = AmaxExchange(parts.holders)
-        return True
-
-    def _ship_plan(self) -> None:
-        """All members have opened: each gets its part of the plan."""
-        who, plan, parts = self._who, self._plan, self._parts
+    def _begin_round(self) -> None:
+        """All members have opened, and were sent their parts of the plan."""
+        who, plan = self._who, self._plan
         assert plan is not None
-        assert parts is not None
-        trainers, engines = who.opened("trainer"), who.opened("engine")
-        for rank in engines:
-            self._send(f"engine {rank}", parts.receive_plan(rank, trainers))
-        for rank in trainers:
-            self._send(f"trainer {rank}", parts.send_plan(rank, engines))
         self._planned_round = who.round
+        self._ship_s = time.monotonic() - self._planned_at
         self._settled.clear()  # engines have heard of them
         self._abandoned.clear()
         self._planned.set()
@@ -544,7 +573,8 @@ class Controller:
             may_return = known.join.side == "engine"
             self._send(member, Refused(reason=str(error), hint=error.hint or "", may_return=may_return))
             self._settled.add(known.incarnation)  # no version is under way
-        self._who.members.clear()
+        self._who.remove_all()
+        self._planner.give_up()
         self._wants.clear()
         self._uncommitted.clear()  # who joins again says what it has not committed
 
@@ -583,7 +613,7 @@ class Controller:
         if known is None:
             return
         log.warning("%s %s", member, how)
-        self._must_plan = True
+        self._plan_again()
         self._planned.clear()
         rank, transfer = known.join.rank, self._transfer
         if known.join.side == "trainer":
@@ -780,9 +810,12 @@ class Controller:
             for rank in sorted(transfer.engines):
                 self._apply(self._ready(rank, transfer.version))
             return
-        for rank in sorted(transfer.engines):
-            mine = [part for part in transfer.parts if part.engine == rank]
-            self._send(f"engine {rank}", Verify(version=transfer.version, parts=mine))
+        parts: dict[int, list[Part]] = {rank: [] for rank in transfer.engines}
+        for part in transfer.parts:
+            if part.engine in parts:
+                parts[part.engine].append(part)
+        for rank in sorted(parts):
+            self._send(f"engine {rank}", Verify(version=transfer.version, parts=parts[rank]))
 
     def _ready(self, rank: int, version: int) -> Decision | None:
         """An engine rank holds a version whole; what that decides, if anything."""

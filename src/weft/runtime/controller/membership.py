@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import secrets
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -24,6 +25,8 @@ MAX_CLOCK_STEP_NS = 86_400 * 10**9
 """How far the clocks of two controllers may differ."""
 MAX_NICS = 16
 """Of one member, that are shown."""
+MAX_NAMED = 4
+"""Members that are named where many are meant."""
 
 
 @dataclass(slots=True)
@@ -54,6 +57,8 @@ class Membership:
         self.round = secrets.randbits(40)
         """Rounds of different controllers have different numbers: what was meant for another is not confused."""
         self._newest: dict[tuple[Side, int], int] = {}
+        self._open: dict[str, set[int]] = {side: set() for side in self.num}
+        """Ranks that have opened in this round."""
 
     def objection(self, member: str) -> str | None:
         """Why a process cannot join under this name; None if it can."""
@@ -106,7 +111,23 @@ class Membership:
         known = self.members.pop(member, None)
         if known is not None:
             self.lost[member] = how
+            self._open[known.join.side].discard(known.join.rank)
         return known
+
+    def remove_all(self) -> None:
+        """Everybody has to go."""
+        self.members.clear()
+        self._open = {side: set() for side in self.num}
+
+    def begin_round(self) -> None:
+        """What was opened so far does not count any more."""
+        self.round += 1
+        self._open = {side: set() for side in self.num}
+
+    def open(self, known: Member, opened: Opened) -> None:
+        """A member has opened transports in this round."""
+        known.opened, known.blocked = opened, ""
+        self._open[known.join.side].add(known.join.rank)
 
     def name_of(self, connection: str) -> str:
         """The member a connection speaks for, whether or not it has joined."""
@@ -125,10 +146,7 @@ class Membership:
     @property
     def has_opened(self) -> bool:
         """Whether everybody is there and has opened transports in this round."""
-        return self.is_complete and all(self._is_open(known) for known in self.members.values())
-
-    def _is_open(self, known: Member) -> bool:
-        return known.opened is not None and known.opened.round == self.round
+        return all(len(self._open[side]) == count for side, count in self.num.items())
 
     def joins(self, side: Side) -> dict[int, Join]:
         """What members of a side said when they joined, by rank."""
@@ -142,8 +160,7 @@ class Membership:
 
     def open_ranks(self, side: Side) -> set[int]:
         """Ranks that are there and open in this round."""
-        mine = [known for known in self.members.values() if known.join.side == side]
-        return {known.join.rank for known in mine if self._is_open(known)}
+        return self._open[side]
 
     def ranks_of(self, engine: int) -> range:
         """The ranks of one engine."""
@@ -173,19 +190,46 @@ class Membership:
             lines.append(f"host {host[:8]}: {members}; RDMA cards: {nics or 'none'}")
         return lines
 
-    def choose_links(self, settings: TransferSettings) -> dict[tuple[int, int], Choice]:
-        """The transport of every link between a trainer and an engine rank."""
-        own = settings.mode is ReceiverMode.SHADOW or settings.delta is DeltaPolicy.ON  # weft's own memory is written
-        links = {}
+    def use(self, links: Mapping[tuple[int, int], Choice]) -> None:
+        """These transports were chosen for this round."""
         for known in self.members.values():
             known.transports = {}
-        for trainer, src in self.joins("trainer").items():
-            for engine, dst in self.joins("engine").items():
-                place = msgspec.structs.replace(dst.place, shareable=own or dst.place.shareable)
-                links[trainer, engine] = choose(
-                    src.place, place, wanted=settings.transport, allow_fallback=settings.allow_fallback
-                )
         for (trainer, engine), choice in links.items():
             self.members[f"trainer {trainer}"].transports[engine] = choice.transport
             self.members[f"engine {engine}"].transports[trainer] = choice.transport
-        return links
+
+    @property
+    def obstacle(self) -> str:
+        """What the round waits for, of members; empty where everybody is there and has opened."""
+        if self.has_opened:
+            return ""
+        names = [f"{side} {rank}" for side, count in self.num.items() for rank in range(count)]
+        missing = [name for name in names if name not in self.members]
+        if missing:
+            return f"waiting for {_named(missing)} to join"
+        if self.blocked:
+            return ", ".join(self.blocked.values())
+        closed = [f"{side} {rank}" for side, n in self.num.items() for rank in range(n) if rank not in self._open[side]]
+        return f"waiting for {_named(closed)} to open memory"
+
+
+def choose_links(
+    trainers: Mapping[int, Join], engines: Mapping[int, Join], settings: TransferSettings
+) -> dict[tuple[int, int], Choice]:
+    """The transport of every link between a trainer and an engine rank."""
+    own = settings.mode is ReceiverMode.SHADOW or settings.delta is DeltaPolicy.ON  # weft's own memory is written
+    places = {
+        engine: msgspec.structs.replace(dst.place, shareable=own or dst.place.shareable)
+        for engine, dst in engines.items()
+    }
+    return {
+        (trainer, engine): choose(src.place, place, wanted=settings.transport, allow_fallback=settings.allow_fallback)
+        for trainer, src in trainers.items()
+        for engine, place in places.items()
+    }
+
+
+def _named(members: list[str]) -> str:
+    """Members by name, if they are few."""
+    shown = ", ".join(members[:MAX_NAMED])
+    return shown if len(members) <= MAX_NAMED else f"{shown} and {len(members) - MAX_NAMED} others"
