@@ -18,6 +18,7 @@ import msgspec
 from weft.codec.conversion import Converter
 from weft.core.planes import Planes
 from weft.core.topology import Topology
+from weft.devices import DeviceWork
 from weft.native import Column
 from weft.rehearse.transport import STANDS_FOR, CountingTransport
 from weft.runtime.control.messages import Join, ReceivePlan, SendPlan, Source
@@ -100,7 +101,9 @@ class RehearsedReceiver(Receiver):
         self.log = PartLog()
         self._claimed, self._turn = place, turn
         super().__init__(address, rank=rank, weights=weights, transport=transport)
-        self._work = StillWork()
+
+    def _device_work(self, device: str) -> DeviceWork:
+        return StillWork()
 
     def _join_message(self) -> Join:
         return msgspec.structs.replace(super()._join_message(), place=self._claimed)

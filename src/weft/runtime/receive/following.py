@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from weft.config import CompressionPolicy, DigestPolicy, TransferSettings
-from weft.devices import CPU, device_work
+from weft.devices import CPU, DeviceWork
 from weft.errors import TransferTimeout, WeftError
 from weft.runtime.control.messages import Failed, Part, Ready, tag_of
 from weft.runtime.receive.arrivals import Arrivals, spare_core
@@ -40,9 +40,8 @@ class Look(NamedTuple):
 class Following:
     """One version at a time."""
 
-    def __init__(self, member: str, device: str, transports: OpenTransports) -> None:
-        self._device, self._transports = device, transports
-        self._work = device_work(device)
+    def __init__(self, member: str, device: str, transports: OpenTransports, work: DeviceWork) -> None:
+        self._device, self._transports, self._work = device, transports, work
         self.settings = TransferSettings()
         """The controller's."""
         self.landing: Landing | None = None

@@ -31,7 +31,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Self
 
 from weft.config import DeltaPolicy, ReceiverMode
-from weft.devices import device_work
+from weft.devices import DeviceWork, device_work
 from weft.errors import IntegrityError, ProtocolError, TransferTimeout, TransportError, WeftError
 from weft.runtime.control.member import ControlThread, Duties
 from weft.runtime.control.messages import (
@@ -121,8 +121,8 @@ class Receiver:
         self._next_look = 0.0
         self._blocked: tuple[int, str] | None = None
         """What was said about waiting, in which round."""
-        self._work = device_work(weights.device)
-        self._following = Following(self._member, weights.device, self._transports)
+        self._work = self._device_work(weights.device)
+        self._following = Following(self._member, weights.device, self._transports, self._work)
         self._mode: Mode = Shadow(self._work)
         self._changed = threading.Condition()
         self._state = RankState()
@@ -138,6 +138,10 @@ class Receiver:
         """Why there was no plan; `poll` and `wait` raise it once, and the receiver waits for other trainers."""
         self._control = ControlThread(address, self._member, self._duties(), keys)
         self._control.start()
+
+    def _device_work(self, device: str) -> DeviceWork:
+        """Who copies and digests; rehearsals have weights that must not be touched."""
+        return device_work(device)
 
     @property
     def version(self) -> int | None:
