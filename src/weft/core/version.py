@@ -18,7 +18,7 @@ undo it. A version that was refused to one trainer is decided as well: it never 
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from weft.errors import VersionError
@@ -230,6 +230,13 @@ class VersionLedger:
         if self._open is not None:
             raise VersionError(f"version {self._open.version} is open")
         self._committed, self._last_decided = committed, max(last_decided, self._last_decided)
+
+    def take_part(self, engines: Sequence[int], *, num_ranks: int) -> None:
+        """Engines (of so many ranks) that take part from the next version on; with a quorum others are left out."""
+        for engine in set(engines) - set(self._engines):
+            self.join(engine=engine, num_ranks=num_ranks)
+        if self._policy is CommitPolicy.QUORUM and self._open is None and len(engines) >= self._needed:
+            self._engines = {engine: self._engines[engine] for engine in engines}
 
     def join(self, *, engine: int, num_ranks: int) -> None:
         """A new or returning engine takes part from the next version on."""

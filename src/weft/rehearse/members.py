@@ -105,8 +105,9 @@ class RehearsedReceiver(Receiver):
     def _device_work(self, device: str) -> DeviceWork:
         return StillWork()
 
-    def _join_message(self) -> Join:
-        return msgspec.structs.replace(super()._join_message(), place=self._claimed)
+    def _join_message(self) -> Join | None:
+        join = super()._join_message()
+        return None if join is None else msgspec.structs.replace(join, place=self._claimed)
 
     def _follow_plan(self, sources: Sequence[Source]) -> None:
         self.log.shipped_bytes = len(msgspec.msgpack.encode(ReceivePlan(plan_digest="", sources=list(sources))))

@@ -245,6 +245,8 @@ class Unknown(_Message, frozen=True):
     """The controller does not know the member: it was restarted, or had given the member up. It should join again."""
 
     controller: str
+    stalled: str = ""
+    """Why, if an engine's thread did not come: it should join when that is back."""
 
 
 class Open(_Message, frozen=True):

@@ -1,4 +1,10 @@
-"""Engine ranks that were told to commit a version and have not done so: until when each has time."""
+"""Engine ranks that were told to commit a version and have not done so, and since when.
+
+commits = Commits()
+commits.owe([0, 1], version=7, since=100.0)
+commits.done(0, 7)                  # True
+commits.owing_since(110.0)          # {1: 7}
+"""
 
 from __future__ import annotations
 
@@ -6,21 +12,15 @@ from collections.abc import Collection, Iterable
 
 
 class Commits:
-    """What engine ranks owe. Pure; times are given.
-
-    commits = Commits()
-    commits.owe([0, 1], version=7, deadline=30.0)
-    commits.done(0, 7)                  # True
-    commits.late(31.0)                  # {1: 7}
-    """
+    """What engine ranks owe. Pure; times are given."""
 
     def __init__(self) -> None:
         self._owed: dict[int, tuple[int, float]] = {}
 
-    def owe(self, ranks: Iterable[int], *, version: int, deadline: float) -> None:
+    def owe(self, ranks: Iterable[int], *, version: int, since: float) -> None:
         """These were told to commit a version."""
         for rank in ranks:
-            self._owed[rank] = version, deadline
+            self._owed[rank] = version, since
 
     def owes(self, rank: int, version: int) -> bool:
         """Whether a rank has not committed this version, and should."""
@@ -46,6 +46,6 @@ class Commits:
         """Those that owe something."""
         return self._owed.keys()
 
-    def late(self, now: float) -> dict[int, int]:
-        """Ranks whose time is over, and the version each owes."""
-        return {rank: version for rank, (version, deadline) in self._owed.items() if now > deadline}
+    def owing_since(self, moment: float) -> dict[int, int]:
+        """Ranks that were told before a moment, and the version each owes."""
+        return {rank: version for rank, (version, since) in self._owed.items() if since < moment}

@@ -83,6 +83,7 @@ from weft.runtime.controller.admission import (
     unbelievable,
 )
 from weft.runtime.controller.amax import AmaxExchange
+from weft.runtime.controller.commits import Commits
 from weft.runtime.controller.membership import Member, Membership
 from weft.runtime.controller.planner import MemberPart, Planned, Planner, Shipped
 from weft.runtime.controller.planning import Planning
@@ -193,8 +194,9 @@ class Controller:
         self._wants: dict[int, int] = {}
         self._holds: dict[int, int | None] = {}
         """Engine rank → the version it serves; None where its weights are torn."""
-        self._uncommitted: dict[int, int] = {}
-        """Engine ranks that were told to commit a version and have not done so."""
+        self._commits = Commits()
+        self._stalled: set[str] = set()
+        """Members that were given up because the engine's thread did not come; they join again when it does."""
         self._steps: dict[int, tuple[int, int]] = {}
         """Engine rank → the last version it learned of, and the step it had reached then."""
         self._unsendable: dict[str, str] = {}
@@ -322,7 +324,8 @@ class Controller:
             reason = f"another process has joined as {member}"
             self._server.send(connection, Refused(reason=reason, hint="every rank is one process"))
         else:
-            self._server.send(connection, Unknown(controller=self._name))
+            stalled = self._who.lost.get(member, "") if member in self._stalled else ""
+            self._server.send(connection, Unknown(controller=self._name, stalled=stalled))
 
     def _report(self, member: str, known: Member, message: Any) -> None:
         match message:
@@ -410,6 +413,7 @@ class Controller:
             self._revoke(connection, reason)
         for member, silent_s in self._who.silent_for(self._settings.silence_s).items():
             self._lose(member, f"has been silent for {silent_s:.1f} s")
+        self._drop_stalled()
         transfer = self._transfer
         if transfer is not None and transfer.aborted is not None and time.monotonic() > transfer.abort_deadline:
             transfer.has_bytes = True  # for all that is known
@@ -417,6 +421,29 @@ class Controller:
         if transfer is not None and not transfer.is_decided and time.monotonic() > transfer.deadline:
             num_trainers, version_s = self._who.num["trainer"], self._settings.version_s
             self._apply(self._ledger.timed_out(transfer.lateness(num_trainers=num_trainers, version_s=version_s)))
+
+    def _drop_stalled(self) -> None:
+        """Engines that do not commit, or do not stand still, hold up nobody: all ranks of such an engine have to go."""
+        now, settings = time.monotonic(), self._settings
+        late = {
+            rank: f"did not commit version {version} in {settings.commit_s:.1f} s"
+            for rank, version in self._commits.owing_since(now - settings.commit_s).items()
+        }
+        transfer = self._transfer
+        if transfer is not None and not transfer.is_decided and now > transfer.pause_deadline:
+            why = f"did not stand still for version {transfer.version} in {settings.pause_s:.1f} s"
+            late |= dict.fromkeys(transfer.unpaused, why)
+        for rank, why in late.items():
+            for other in self._who.ranks_of(rank // self._who.ranks_per_engine):
+                self._give_up_stalled(f"engine {other}", why if other == rank else f"is with {rank}, which {why}")
+        if self._commits.ranks:  # perhaps they are waited for no longer
+            self._finish()
+            self._let_go()
+
+    def _give_up_stalled(self, member: str, why: str) -> None:
+        if member in self._who.members:
+            self._stalled.add(member)
+            self._lose(member, why)
 
     # Members
 
@@ -434,10 +461,11 @@ class Controller:
         if member in self._who.members:
             self._replace(member, connection)
         self._who.add(connection, join, incarnation)
+        self._stalled.discard(member)
         self._settled.discard(incarnation)
         self._abandoned.update(join.abandoned)
         if join.pending is not None:
-            self._uncommitted[join.rank] = join.pending
+            self._commits.owe([join.rank], version=join.pending, since=time.monotonic())
         if join.side == "engine":
             self._holds[join.rank] = join.holds
         welcome = Welcome(
@@ -576,7 +604,7 @@ class Controller:
         self._who.remove_all()
         self._planner.give_up()
         self._wants.clear()
-        self._uncommitted.clear()  # who joins again says what it has not committed
+        self._commits.clear()  # who joins again says what it has not committed
 
     def _rebuild(self) -> bool:
         """Once, when all are there: what members know of versions is everything, if a controller before this one died.
@@ -600,7 +628,7 @@ class Controller:
         self._ledger.restore(committed=committed, last_decided=max([*known, *told], default=-1))
         for rank, join in engines.items():
             if committed is not None and join.ready == committed and join.pending is None and join.last != committed:
-                self._uncommitted[rank] = committed
+                self._commits.owe([rank], version=committed, since=time.monotonic())
                 self._send(f"engine {rank}", Decide(version=committed, commit=True))
         return True
 
@@ -624,7 +652,7 @@ class Controller:
             elif is_settled:
                 self._settled.add(known.incarnation)
         else:
-            self._uncommitted.pop(rank, None)
+            self._commits.forget(rank)
             if transfer is not None:
                 transfer.unpaused -= set(self._who.ranks_of(rank // self._who.ranks_per_engine))
         self._apply(self._fail(known.join, how))
@@ -640,7 +668,7 @@ class Controller:
         transfer = self._transfer
         if transfer is not None and transfer.aborted is not None and not transfer.writers:
             self._tell_engines(transfer, transfer.aborted)
-        if transfer is not None and transfer.is_decided and not transfer.writers and not self._uncommitted:
+        if transfer is not None and transfer.is_decided and not transfer.writers and not self._waits_for_commits():
             self._transfer = None
             self._server.spin_s = SPIN_S
 
@@ -657,7 +685,7 @@ class Controller:
             transfer = self._transfer
             if transfer is not None and (version != transfer.version or transfer.is_decided):
                 continue
-            if transfer is None and self._uncommitted:
+            if transfer is None and self._waits_for_commits():
                 continue
             del self._wants[trainer]
             self._offer(trainer, version)
@@ -666,14 +694,28 @@ class Controller:
         """Whether every trainer, and enough engines, have their part of the plan that is in force."""
         planned = self._plan is not None and self._planned_round == self._who.round
         trainers = len(self._who.open_ranks("trainer")) == self._who.num["trainer"]
-        return planned and trainers and len(self._who.live_engines()) >= self._needed_engines
+        return planned and trainers and len(self._free_engines()) >= self._needed_engines
+
+    def _free_engines(self) -> list[int]:
+        """Engines that can take a version: all their ranks are there, open, and have committed the one before."""
+        owing = {rank // self._who.ranks_per_engine for rank in self._commits.ranks}
+        return [engine for engine in self._who.live_engines() if engine not in owing]
+
+    def _waits_for_commits(self) -> bool:
+        """Whether the next version waits for engines that have not committed the last one.
+
+        Where enough others have, those that do not for longer than a beat are left out of the next.
+        """
+        if not self._commits.ranks:
+            return False
+        lagging = self._commits.owing_since(time.monotonic() - self._settings.beat_s)
+        return len(lagging) < len(self._commits.ranks) or len(self._free_engines()) < self._needed_engines
 
     def _offer(self, trainer: int, version: int) -> None:
         """A trainer's turn: open the version, or join the others that write it."""
         try:
             if self._transfer is None:
-                for engine in set(self._who.live_engines()) - set(self._ledger.engines):
-                    self._ledger.join(engine=engine, num_ranks=self._who.ranks_per_engine)
+                self._ledger.take_part(self._free_engines(), num_ranks=self._who.ranks_per_engine)
             self._ledger.publish(trainer=trainer, version=version)
         except VersionError as error:
             self._send(f"trainer {trainer}", Decide(version=version, commit=False, reason=str(error)))
@@ -685,7 +727,7 @@ class Controller:
         self._send_writers(self._transfer)
 
     def _begin(self, version: int) -> None:
-        ranks = {rank for engine in self._who.live_engines() for rank in self._who.ranks_of(engine)}
+        ranks = {rank for engine in self._free_engines() for rank in self._who.ranks_of(engine)}
         now = time.monotonic()
         self._transfer = Transfer(
             version=version,
@@ -693,6 +735,7 @@ class Controller:
             deadline=now + self._settings.version_s,
             engines=ranks,
             unpaused=set(ranks) if self._settings.mode is ReceiverMode.IN_PLACE else set(),
+            pause_deadline=now + self._settings.pause_s,
         )
         self._server.spin_s = BURST_SPIN_S
         for rank in sorted(ranks):
@@ -778,7 +821,9 @@ class Controller:
     def _send_whole(self, transfer: Transfer) -> None:
         """Patches are not enough for some engines: these get the version whole, and stand still for it in `patch`."""
         pauses = self._settings.mode is ReceiverMode.PATCH
-        transfer.begin_second_round(deadline=time.monotonic() + self._settings.version_s, pauses=pauses)
+        now = time.monotonic()
+        transfer.begin_second_round(deadline=now + self._settings.version_s, pauses=pauses)
+        transfer.pause_deadline = now + self._settings.pause_s
         self._ledger.write_again(transfer.version)
         for rank in sorted(transfer.whole):
             self._send(f"engine {rank}", Expect(version=transfer.version, whole=True))
@@ -836,9 +881,8 @@ class Controller:
     def _failed(self, member: str, join: Join, version: int, reason: str) -> None:
         transfer = self._transfer
         if join.side == "engine" and (transfer is None or transfer.is_decided):
-            if self._uncommitted.get(join.rank) == version:  # it will not commit what was decided
+            if self._commits.done(join.rank, version):  # it will not commit what was decided
                 log.warning("%s could not commit version %d: %s", member, version, reason)
-                del self._uncommitted[join.rank]
                 self._holds[join.rank] = None
             self._finish()
         if transfer is None or transfer.version != version or transfer.is_decided:
@@ -858,18 +902,17 @@ class Controller:
         return self._ledger.engine_failed(join.rank // self._who.ranks_per_engine, f"rank {join.rank}: {reason}")
 
     def _engine_committed(self, rank: int, version: int) -> None:
-        if self._uncommitted.get(rank) != version:
+        if not self._commits.done(rank, version):
             return  # it said so when it joined
         log.debug("engine %d serves version %d", rank, version)
         self._holds[rank] = version
-        del self._uncommitted[rank]
         self._finish()
         self._let_go()
 
     def _finish(self) -> None:
         """When every engine serves a version, trainers may know."""
         transfer = self._transfer
-        if transfer is None or not transfer.is_commit or self._uncommitted:
+        if transfer is None or not transfer.is_commit or self._waits_for_commits():
             return
         transfer.is_commit = False
         self._counts["committed"] += 1
@@ -886,7 +929,8 @@ class Controller:
             return
         transfer.is_decided, transfer.is_commit = True, decision.commit
         commits = {rank for engine in decision.engines for rank in self._who.ranks_of(engine)}
-        self._uncommitted |= dict.fromkeys(commits & set(self._who.joins("engine")), decision.version)
+        told = commits & set(self._who.joins("engine"))
+        self._commits.owe(told, version=decision.version, since=time.monotonic())
         if decision.commit or not any(self._is_live(transfer, rank) for rank in transfer.engines):
             self._tell_engines(transfer, decision)
         else:  # whether engines are torn is known when the writers have stopped, which they do when they hear of it
@@ -907,7 +951,7 @@ class Controller:
         """What was decided, and whether those that do not commit hold something torn."""
         transfer.aborted = None
         commits = {rank for engine in decision.engines for rank in self._who.ranks_of(engine)}
-        for rank in self._who.joins("engine"):
+        for rank in transfer.engines & set(self._who.joins("engine")):
             message = Decide(version=decision.version, commit=True)
             if rank not in commits:
                 is_torn = transfer.has_bytes and self._is_live(transfer, rank)

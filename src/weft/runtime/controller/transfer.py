@@ -22,6 +22,7 @@ class Transfer:
     """Engine ranks that take part."""
     unpaused: set[int]
     """Engine ranks that must pause before anyone may write."""
+    pause_deadline: float
     waiting: set[int] = field(default_factory=set)
     """Trainers that want to write and were not told to go."""
     writers: set[int] = field(default_factory=set)

@@ -133,6 +133,8 @@ class Receiver:
         """How long the engine had to stand still for the version it serves."""
         self._engine_task: Callable[[], None] | None = None
         """Work on the engine's own tensors; done by the engine's thread, in `poll` or `wait`."""
+        self._is_stalled = False
+        """Whether the controller waited for the engine's thread in vain; nothing is joined before that is back."""
         self._error: WeftError | None = None
         self._refusal: WeftError | None = None
         """Why there was no plan; `poll` and `wait` raise it once, and the receiver waits for other trainers."""
@@ -245,6 +247,8 @@ class Receiver:
         return failed or (self._state.pending is not None and agreed)
 
     def _do_engine_task(self) -> None:
+        """With the lock held: the engine's thread is here."""
+        self._is_stalled = False
         task, self._engine_task = self._engine_task, None
         if task is None:
             return
@@ -355,15 +359,25 @@ class Receiver:
             join_message=self._join_message,
             joined=self._joined,
             handle=self._handle,
+            stalled=self._stall,
             idle=self._idle,
             controller_lost=self._controller_lost,
             refused=self._refused,
             failed=self._failed,
         )
 
-    def _join_message(self) -> Join:
+    def _stall(self) -> None:
+        """The controller has waited in vain: ask for the engine's thread."""
+        with self._changed:
+            self._is_stalled = True
+            self._changed.notify_all()
+        self._on_wanted(None)
+
+    def _join_message(self) -> Join | None:
         """How to join, with what is known of versions."""
         with self._changed:
+            if self._is_stalled:
+                return None
             staged = not self._is_in_place
             return Join(
                 side="engine",
