@@ -50,8 +50,8 @@ class Duties:
     """The members there were did not fit together; this one waits for others."""
     failed: Callable[[WeftError], None]
     """The member cannot go on."""
-    stalled: Callable[[], None] = lambda: None
-    """The controller gave this member up because its engine's thread did not come."""
+    stalled: Callable[[WeftError], None] = lambda _: None
+    """The controller gave this member up because its engine's thread did not come; nothing is written to it."""
     joined: Callable[[], None] = lambda: None
     """The controller has answered."""
     idle: Callable[[], float | None] = lambda: None
@@ -218,13 +218,13 @@ class ControlThread:
                 self._status = status
             case Unknown() | Reset():
                 stalled = message.stalled if isinstance(message, Unknown) else ""
-                if self._is_joined:
+                if stalled:
+                    self._forget_all()
+                    self._duties.stalled(PeerLost(f"the controller gave {self._client.member} up: it {stalled}"))
+                elif self._is_joined:
                     self._forget_all()
                     what = f"the controller at `{self._address}` was restarted, or had given {self._client.member} up"
-                    what = f"the controller gave {self._client.member} up: it {stalled}" if stalled else what
                     self._duties.controller_lost(PeerLost(what, hint="members join again by themselves"))
-                if stalled:
-                    self._duties.stalled()
                 self._must_join, self._is_joined = True, False
             case Refused(reason=reason, hint=hint, may_return=may_return):
                 error = ProtocolError(f"the controller refused {self._client.member}: {reason}", hint=hint or None)

@@ -654,7 +654,7 @@ class Controller:
         else:
             self._commits.forget(rank)
             if transfer is not None:
-                transfer.unpaused -= set(self._who.ranks_of(rank // self._who.ranks_per_engine))
+                transfer.drop(self._who.ranks_of(rank // self._who.ranks_per_engine))
         self._apply(self._fail(known.join, how))
         if self._transfer is not None:
             self._send_writers(self._transfer)
@@ -745,6 +745,8 @@ class Controller:
         if transfer.unpaused or transfer.is_decided:
             return
         engines = sorted(transfer.takers)
+        if transfer.waiting:
+            transfer.told.update(engines)
         holds = [self._holds.get(rank) for rank in engines]
         go = Go(version=transfer.version, engines=engines, holds=holds, whole=transfer.is_second_round)
         for trainer in sorted(transfer.waiting):
@@ -795,7 +797,7 @@ class Controller:
             return  # it was over before
         if trainer not in transfer.writers:
             raise ProtocolError(f"trainer {trainer} has written version {version} without being told to")
-        check_written(trainer, message, transfer.takers, self._owed(trainer, transfer))
+        check_written(trainer, message, transfer.asked, self._owed(trainer, transfer))
         transfer.writers.discard(trainer)
         transfer.finished.add(trainer)
         transfer.has_bytes = True
@@ -954,7 +956,7 @@ class Controller:
         for rank in transfer.engines & set(self._who.joins("engine")):
             message = Decide(version=decision.version, commit=True)
             if rank not in commits:
-                is_torn = transfer.has_bytes and self._is_live(transfer, rank)
+                is_torn = transfer.has_bytes and rank in transfer.told and self._is_live(transfer, rank)
                 if is_torn:
                     self._holds[rank] = None
                 reason = decision.reason or "its engine was dropped"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -33,6 +34,10 @@ class Transfer:
     whole: set[int] = field(default_factory=set)
     """Engine ranks that patches are not enough for: they get the version whole, in a second round."""
     is_second_round: bool = False
+    dropped: set[int] = field(default_factory=set)
+    """Engine ranks that were lost, or belong to an engine of which one was."""
+    told: set[int] = field(default_factory=set)
+    """Engine ranks that trainers were told to write to."""
     has_bytes: bool = False
     """Whether any byte of it was written, or may have been by a writer that was lost."""
     is_decided: bool = False
@@ -50,10 +55,20 @@ class Transfer:
         if pauses:
             self.unpaused, self.has_bytes = set(self.whole), False
 
+    def drop(self, ranks: Iterable[int]) -> None:
+        """Engine ranks take part no longer: nobody waits for them, or is told to write to them."""
+        self.dropped.update(ranks)
+        self.unpaused -= self.dropped
+
+    @property
+    def asked(self) -> set[int]:
+        """Engine ranks that were to be written to when this round began."""
+        return self.whole if self.is_second_round else self.engines
+
     @property
     def takers(self) -> set[int]:
-        """Engine ranks that are written to in this round."""
-        return self.whole if self.is_second_round else self.engines
+        """Those that are still there."""
+        return self.asked - self.dropped
 
     @property
     def wire_bytes(self) -> int:

@@ -366,8 +366,9 @@ class Receiver:
             failed=self._failed,
         )
 
-    def _stall(self) -> None:
+    def _stall(self, error: WeftError) -> None:
         """The controller has waited in vain: ask for the engine's thread."""
+        self._stop_coming(error, torn=False)
         with self._changed:
             self._is_stalled = True
             self._changed.notify_all()
@@ -616,14 +617,18 @@ class Receiver:
         return again_s
 
     def _controller_lost(self, error: WeftError) -> None:
-        """What was on its way is not finished; what was decided stays. An update in place may be torn."""
+        """An update in place may be torn."""
+        self._stop_coming(error, torn=True)
+
+    def _stop_coming(self, error: WeftError, *, torn: bool) -> None:
+        """What was on its way is not finished; what was decided stays."""
         version = self._following.count()
         if version is not None:
             self._state.ready = version  # perhaps others were told to commit it
         self._following.stop()
         with self._changed:
             if self._state.pending is not None and self._is_in_place:
-                self._end_in_place(Ending(version=self._state.pending, commit=False, torn=True, reason=str(error)))
+                self._end_in_place(Ending(version=self._state.pending, commit=False, torn=torn, reason=str(error)))
 
     def _refused(self, error: WeftError) -> None:
         """Trainers and engines did not fit; the receiver joins again, and waits for other trainers."""
