@@ -14,6 +14,7 @@ from weft import native
 from weft.bench.codec import Bench, CodecReport, Say, layer_shapes
 from weft.codec import delta, fp8_kernels, patch_kernels
 from weft.codec.delta import ImageRows
+from weft.codec.matrix_tiles import MatrixBox, MatrixTiles
 from weft.gpu import GpuWork
 
 MIX = "qwen3-32b"
@@ -110,7 +111,7 @@ def _measure_fp8(bench: Bench, weights: torch.Tensor) -> None:
     wide = weights[: weights.numel() // (2 * columns) * 2 * columns].view(-1, 2 * columns)
     source = wide[:, :columns]
     codes = torch.zeros(source.shape, dtype=torch.uint8, device="cuda")
-    tiles = fp8_kernels.tiles_of(source, codes)
+    fp8 = _Fp8(source, codes, [(source.shape[0], columns)], wide.stride(0) * 2)
     size = source.numel() * 2
 
     def exact() -> bool:
@@ -120,9 +121,7 @@ def _measure_fp8(bench: Bench, weights: torch.Tensor) -> None:
         wanted = (part * (1 / scale)[:, None, :, None]).clamp(-448, 448).to(torch.float8_e4m3fn)
         return bool(torch.equal(wanted.view(torch.uint8).reshape(1024, columns), codes[:1024]))
 
-    bench.measure(
-        "pack and FP8, strided source", size, lambda: fp8_kernels.quantize(tiles, width=2), exact, touched=1.5
-    )
+    bench.measure("pack and FP8, strided source", size, fp8.quantize, exact, touched=1.5)
 
 
 def _measure_path(bench: Bench, density: float) -> None:
@@ -131,14 +130,14 @@ def _measure_path(bench: Bench, density: float) -> None:
     num_elements = sum(rows * columns for rows, columns in shapes)
     old, new = _changed_weights(num_elements, density)
     base, image = (torch.zeros(num_elements, dtype=torch.uint8, device="cuda") for _ in range(2))
-    tiles = [_tiles(weights.view(torch.bfloat16), into, shapes) for weights, into in ((old, base), (new, image))]
-    fp8_kernels.quantize(tiles[0], width=2)
+    before, now = (_Fp8(weights, into, shapes, 0) for weights, into in ((old, base), (new, image)))
+    before.quantize()
     out = torch.zeros(delta.max_bytes(num_elements, 1), dtype=torch.uint8, device="cuda")
     work = GpuWork(0)
     sizes = [0]
 
     def path() -> None:
-        fp8_kernels.quantize(tiles[1], width=2)
+        now.quantize()
         sizes[0] = patch_kernels.encode(image, base, width=1, base=1, version=2, out=out)
         columns = [np.array([n], dtype=np.uint64) for n in (out.data_ptr(), 0, sizes[0])]
         work.digest(*columns)
@@ -164,10 +163,24 @@ def _measure_path(bench: Bench, density: float) -> None:
     )
 
 
-def _tiles(weights: torch.Tensor, into: torch.Tensor, shapes: list[tuple[int, int]]) -> fp8_kernels.QuantizeTiles:
-    parts, at = [], 0
-    for rows, columns in shapes:
-        matrix = weights[at : at + rows * columns].view(rows, columns)
-        parts.append(fp8_kernels.tiles_of(matrix, into[at : at + rows * columns].view(rows, columns)))
-        at += rows * columns
-    return fp8_kernels.join_tiles(parts)
+class _Fp8:
+    """Matrices that follow each other, quantised by one launch."""
+
+    def __init__(self, weights: torch.Tensor, into: torch.Tensor, shapes: list[tuple[int, int]], stride: int) -> None:
+        """`stride`: bytes from row to row; 0 where rows follow each other."""
+        boxes: list[MatrixBox] = []
+        src, to, num_blocks = weights.data_ptr(), 0, 0
+        for rows, columns in shapes:
+            row_bytes = stride or 2 * columns
+            where = (0, 0, rows, columns, len(boxes), num_blocks, rows, columns, 128, 128)
+            boxes.append(MatrixBox(src, row_bytes, 2, to, 1, *where))
+            src, to = src + rows * row_bytes, to + rows * columns
+            num_blocks += -(-rows // 128) * -(-columns // 128)
+        self._table = torch.from_numpy(MatrixTiles.of(boxes).table()).cuda()
+        self._amax = torch.zeros(num_blocks, dtype=torch.float32, device="cuda")
+        self._wild = torch.zeros(1 + len(shapes), dtype=torch.int32, device="cuda")
+        self._image = into.data_ptr()
+
+    def quantize(self) -> None:
+        """One pass over all of them."""
+        fp8_kernels.quantize(self._table, self._image, self._amax, self._wild, width=2)
