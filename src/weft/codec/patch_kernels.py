@@ -81,7 +81,7 @@ def _encode_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _popcount(bits):  # type: ignore[no-untyped-def]
-    """Bits set in 32-bit words; by arithmetic, which interpreters have too, and compilers recognise."""
+    """Bits set in 32-bit words; by arithmetic, because Triton's interpreter has no instruction for it."""
     bits = bits - ((bits >> 1) & 0x55555555)
     bits = (bits & 0x33333333) + ((bits >> 2) & 0x33333333)
     return (((bits + (bits >> 4)) & 0x0F0F0F0F) * 0x01010101) >> 24
