@@ -12,8 +12,10 @@ import torch
 
 from weft import native
 from weft.bench.codec import Bench, CodecReport, Say, layer_shapes
-from weft.codec import delta, fp8_kernels, patch_kernels
-from weft.codec.delta import ImageRows
+from weft.codec import fp8_kernels
+from weft.codec.image import ImageLayout, Section
+from weft.codec.matrix_tiles import MatrixBox, MatrixTiles
+from weft.codec.patching_gpu import GpuPatcher
 from weft.gpu import GpuWork
 
 MIX = "qwen3-32b"
@@ -73,35 +75,56 @@ def _measure_digest(bench: Bench, new: torch.Tensor) -> None:
     bench.measure("digest", size, lambda: work.digest(*columns), lambda: work.digest(*begin) == wanted, touched=1.0)
 
 
+class _Patches:
+    """Patches between two images of elements of one size."""
+
+    def __init__(self, work: GpuWork, old: torch.Tensor, new: torch.Tensor, width: int) -> None:
+        num_bytes = old.numel() * old.element_size()
+        section = Section(width=width, begin=0, num_elements=num_bytes // width)
+        self._layout = ImageLayout(sections=(section,), num_bytes=num_bytes)
+        self._patcher, self._old, self._new, self._held = GpuPatcher(work), old, new, old.clone()
+        self._rows = self._layout.contiguous(self._held.data_ptr())
+        self._out = torch.zeros(self._layout.max_patch_bytes, dtype=torch.uint8, device="cuda")
+        self.num_bytes = 0
+        torch.cuda.synchronize()
+
+    @property
+    def address(self) -> int:
+        """Where they are."""
+        return self._out.data_ptr()
+
+    def encode(self) -> None:
+        """Make them."""
+        images = self._new.data_ptr(), self._old.data_ptr()
+        self.num_bytes = self._patcher.encode(self._layout, *images, self.address, len(self._out), base=1, version=2)
+
+    def check(self) -> None:
+        """Check them."""
+        self._patcher.check(self._layout, self.address, self.num_bytes, base=1, version=2)
+
+    def apply(self) -> None:
+        """Apply them to what is held."""
+        self._patcher.apply(self._layout, self.address, self.num_bytes, self._rows)
+
+    def is_exact(self) -> bool:
+        """Whether they turn the old image into the new one."""
+        self._held.copy_(self._old)
+        torch.cuda.synchronize()
+        self.check()
+        self.apply()
+        return bool(torch.equal(self._held, self._new))
+
+
 def _measure_patches(bench: Bench, old: torch.Tensor, new: torch.Tensor, density: float) -> None:
-    num_elements = old.numel()
-    size = 2 * num_elements
-    out = torch.zeros(delta.max_bytes(num_elements, 2), dtype=torch.uint8, device="cuda")
-    sizes = [0]
-
-    def encode() -> None:
-        sizes[0] = patch_kernels.encode(new, old, width=2, base=1, version=2, out=out)
-
-    encode()
-    held = old.clone()
-    rows = patch_kernels.DeviceRows.of(ImageRows.contiguous(held.data_ptr(), size), 2, num_elements, held.device)
-    patch = out[: sizes[0]]
-
-    def apply() -> None:
-        patch_kernels.apply(patch, width=2, num_elements=num_elements, rows=rows)
-
-    def exact() -> bool:
-        held.copy_(old)
-        patch_kernels.check(patch, width=2, num_elements=num_elements)
-        apply()
-        return bool(torch.equal(held, new))
-
-    name = f"BF16, {density:.2%} changed"
-    bench.measure(f"delta encode, {name}", size, encode, exact, touched=2.0, result_bytes=lambda: sizes[0])
-    bench.measure(f"delta apply, {name}", size, apply, exact)
+    size = 2 * old.numel()
+    patches = _Patches(GpuWork(old.device.index or 0), old, new, 2)
+    patches.encode()
+    name, exact = f"BF16, {density:.2%} changed", patches.is_exact
     bench.measure(
-        f"delta check, {name}", size, lambda: patch_kernels.check(patch, width=2, num_elements=num_elements), exact
+        f"delta encode, {name}", size, patches.encode, exact, touched=2.0, result_bytes=lambda: patches.num_bytes
     )
+    bench.measure(f"delta apply, {name}", size, patches.apply, exact)
+    bench.measure(f"delta check, {name}", size, patches.check, exact)
 
 
 def _measure_fp8(bench: Bench, weights: torch.Tensor) -> None:
@@ -110,7 +133,7 @@ def _measure_fp8(bench: Bench, weights: torch.Tensor) -> None:
     wide = weights[: weights.numel() // (2 * columns) * 2 * columns].view(-1, 2 * columns)
     source = wide[:, :columns]
     codes = torch.zeros(source.shape, dtype=torch.uint8, device="cuda")
-    tiles = fp8_kernels.tiles_of(source, codes)
+    fp8 = _Fp8(source, codes, [(source.shape[0], columns)], wide.stride(0) * 2)
     size = source.numel() * 2
 
     def exact() -> bool:
@@ -120,9 +143,7 @@ def _measure_fp8(bench: Bench, weights: torch.Tensor) -> None:
         wanted = (part * (1 / scale)[:, None, :, None]).clamp(-448, 448).to(torch.float8_e4m3fn)
         return bool(torch.equal(wanted.view(torch.uint8).reshape(1024, columns), codes[:1024]))
 
-    bench.measure(
-        "pack and FP8, strided source", size, lambda: fp8_kernels.quantize(tiles, width=2), exact, touched=1.5
-    )
+    bench.measure("pack and FP8, strided source", size, fp8.quantize, exact, touched=1.5)
 
 
 def _measure_path(bench: Bench, density: float) -> None:
@@ -131,43 +152,47 @@ def _measure_path(bench: Bench, density: float) -> None:
     num_elements = sum(rows * columns for rows, columns in shapes)
     old, new = _changed_weights(num_elements, density)
     base, image = (torch.zeros(num_elements, dtype=torch.uint8, device="cuda") for _ in range(2))
-    tiles = [_tiles(weights.view(torch.bfloat16), into, shapes) for weights, into in ((old, base), (new, image))]
-    fp8_kernels.quantize(tiles[0], width=2)
-    out = torch.zeros(delta.max_bytes(num_elements, 1), dtype=torch.uint8, device="cuda")
+    before, now = (_Fp8(weights, into, shapes, 0) for weights, into in ((old, base), (new, image)))
+    before.quantize()
     work = GpuWork(0)
-    sizes = [0]
+    patches = _Patches(work, base, image, 1)
 
     def path() -> None:
-        fp8_kernels.quantize(tiles[1], width=2)
-        sizes[0] = patch_kernels.encode(image, base, width=1, base=1, version=2, out=out)
-        columns = [np.array([n], dtype=np.uint64) for n in (out.data_ptr(), 0, sizes[0])]
+        with work.queue():
+            now.quantize()
+        patches.encode()
+        columns = [np.array([n], dtype=np.uint64) for n in (patches.address, 0, patches.num_bytes)]
         work.digest(*columns)
 
     path()
-    held = base.clone()
-    rows = patch_kernels.DeviceRows.of(
-        ImageRows.contiguous(held.data_ptr(), num_elements), 1, num_elements, held.device
-    )
-
-    def exact() -> bool:
-        patch_kernels.check(out[: sizes[0]], width=1, num_elements=num_elements)
-        patch_kernels.apply(out[: sizes[0]], width=1, num_elements=num_elements, rows=rows)
-        return bool(torch.equal(held, image))
-
     bench.measure(
         f"FP8, patch and digest of a layer and the embedding of {MIX}",
         2 * num_elements,
         path,
-        exact,
+        patches.is_exact,
         touched=2.5,  # BF16 read, FP8 written, read again, and the base read: 5 bytes for 2
-        result_bytes=lambda: sizes[0],
+        result_bytes=lambda: patches.num_bytes,
     )
 
 
-def _tiles(weights: torch.Tensor, into: torch.Tensor, shapes: list[tuple[int, int]]) -> fp8_kernels.QuantizeTiles:
-    parts, at = [], 0
-    for rows, columns in shapes:
-        matrix = weights[at : at + rows * columns].view(rows, columns)
-        parts.append(fp8_kernels.tiles_of(matrix, into[at : at + rows * columns].view(rows, columns)))
-        at += rows * columns
-    return fp8_kernels.join_tiles(parts)
+class _Fp8:
+    """Matrices that follow each other, quantised by one launch."""
+
+    def __init__(self, weights: torch.Tensor, into: torch.Tensor, shapes: list[tuple[int, int]], stride: int) -> None:
+        """`stride`: bytes from row to row; 0 where rows follow each other."""
+        boxes: list[MatrixBox] = []
+        src, to, num_blocks = weights.data_ptr(), 0, 0
+        for rows, columns in shapes:
+            row_bytes = stride or 2 * columns
+            where = (0, 0, rows, columns, len(boxes), num_blocks, rows, columns, 128, 128)
+            boxes.append(MatrixBox(src, row_bytes, 2, to, 1, *where))
+            src, to = src + rows * row_bytes, to + rows * columns
+            num_blocks += -(-rows // 128) * -(-columns // 128)
+        self._table = torch.from_numpy(MatrixTiles.of(boxes).table()).cuda()
+        self._amax = torch.zeros(num_blocks, dtype=torch.float32, device="cuda")
+        self._wild = torch.zeros(1 + len(shapes), dtype=torch.int32, device="cuda")
+        self._image = into.data_ptr()
+
+    def quantize(self) -> None:
+        """One pass over all of them."""
+        fp8_kernels.quantize(self._table, self._image, self._amax, self._wild, width=2)

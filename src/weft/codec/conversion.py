@@ -229,5 +229,6 @@ def converter_for(device: str, grids: Sequence[HeldGrid], *, allow_nonfinite: bo
     if device == CPU:
         return CpuConverter(grids, allow_nonfinite=allow_nonfinite)
     from weft.codec.conversion_gpu import GpuConverter  # noqa: PLC0415 - torch and Triton only where there is a GPU
+    from weft.gpu import GpuWork  # noqa: PLC0415 - the same
 
-    return GpuConverter(device, grids, allow_nonfinite=allow_nonfinite)
+    return GpuConverter(GpuWork(int(device.partition(":")[2])), grids, allow_nonfinite=allow_nonfinite)

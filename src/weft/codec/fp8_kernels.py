@@ -1,208 +1,203 @@
-"""FP8 on a GPU: Triton kernels that give what the C module gives, bit for bit."""
+"""FP8 on a GPU: Triton kernels that give what the C module gives, bit for bit.
+
+A block that lies in one tile is quantised in one pass: its magnitude is found and its codes are written by the same
+program. Blocks that are cut have their magnitudes found before (`add_amax`), and agreed on with other holders.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-
-import numpy as np
 import torch
 import triton
 import triton.language as tl
 
-from weft.errors import CodecError
-from weft.gpu import Pointer
+from weft.codec.tile_kernels import destination_of, load_rows, source_of, store_rows
 
-QUANTIZE_ROWS, QUANTIZE_WARPS = 64, 8
+QUANTIZE_ROWS, QUANTIZE_WARPS = 32, 8
+PART_ROWS = 16
+"""Rows at a time of tiles that are not full: every element has an address of its own, which takes registers."""
+SCALES = 1024
+"""Scales a program writes."""
+_ELEMENTS = {2: tl.bfloat16, 4: tl.float32}
+WIDTHS = tuple(_ELEMENTS)
+"""Bytes of the elements that are quantised."""
 
 
 @triton.jit
 def _quantize_kernel(  # type: ignore[no-untyped-def]
-    src_base,
-    dst_base,
-    src_table,
-    dst_table,
-    stride_table,
-    dst_stride_table,
-    extent_table,
-    amax_table,
-    scale_table,
-    SIDE: tl.constexpr,
+    table,
+    image,
+    amax,
+    wild,
+    ELEMENT: tl.constexpr,
     ROWS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    KNOWN: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    WHOLE: tl.constexpr,
-    CAREFUL: tl.constexpr,
+    PART_ROWS: tl.constexpr,
+    IS_ALIGNED: tl.constexpr,
+    HAS_CAST: tl.constexpr,
+    IS_WILD: tl.constexpr,
 ):
-    """One block of at most SIDE × SIDE elements: its scale, and its elements as FP8."""
-    tile = tl.program_id(0)
-    from_element = tl.load(src_table + tile)
-    to_element = tl.load(dst_table + tile)
-    stride = tl.load(stride_table + tile).to(tl.int32)
-    dst_stride = tl.load(dst_stride_table + tile).to(tl.int32)
-    if ALIGNED:
-        from_element, to_element = tl.multiple_of(from_element, 16), tl.multiple_of(to_element, 16)
-        stride, dst_stride = tl.multiple_of(stride, 16), tl.multiple_of(dst_stride, 16)
-    src = src_base + from_element
-    dst = dst_base + to_element
-    extent = tl.load(extent_table + tile)
-    rows = (extent & 0xFFFF).to(tl.int32)
-    columns = (extent >> 16).to(tl.int32)
-    if KNOWN:
-        amax = tl.load(amax_table + tile)
+    """One tile as FP8."""
+    tile = table + tl.program_id(0).to(tl.int64) * 6
+    flags = tl.load(tile + 3) >> 32
+    if IS_ALIGNED and (flags & 2) != 0:
+        _quantize_tile(tile, flags, image, amax, wild, ELEMENT, ROWS, True, HAS_CAST, IS_WILD)
     else:
-        most = tl.zeros((ROWS, SIDE), tl.float32)
-        for begin in tl.static_range(0, SIDE, ROWS):
-            most = tl.maximum(most, tl.abs(load_rows(src, stride, begin, rows, columns, SIDE, ROWS, WHOLE)))
-        amax = tl.max(most)
-    scale = tl.div_rn(tl.maximum(amax, 1e-10), 448.0)
-    factor = tl.div_rn(1.0, scale)
-    tl.store(scale_table + tile, scale)
-    column = tl.arange(0, SIDE)[None, :]
-    for begin in tl.static_range(
-        0, SIDE, ROWS
-    ):  # read again, from the cache: all at once would need too many registers
-        scaled = load_rows(src, stride, begin, rows, columns, SIDE, ROWS, WHOLE) * factor
-        inside = tl.minimum(tl.maximum(scaled, -448.0), 448.0)
-        if CAREFUL:
-            inside = tl.where(scaled == scaled, inside, scaled)  # noqa: PLR0124 - what is not a number stays so
-        codes = inside.to(tl.float8e4nv)
-        row = begin + tl.arange(0, ROWS)[:, None]
-        if WHOLE:
-            tl.store(dst + row * dst_stride + column, codes)
-        else:
-            tl.store(dst + row * dst_stride + column, codes, mask=(row < rows) & (column < columns))
+        _quantize_tile(tile, flags, image, amax, wild, ELEMENT, PART_ROWS, False, HAS_CAST, IS_WILD)
 
 
 @triton.jit
-def load_rows(  # type: ignore[no-untyped-def]
-    src, stride, begin, rows, columns, SIDE: tl.constexpr, ROWS: tl.constexpr, WHOLE: tl.constexpr
+def _quantize_tile(  # type: ignore[no-untyped-def]
+    tile,
+    flags,
+    image,
+    amax,
+    wild,
+    ELEMENT: tl.constexpr,
+    ROWS: tl.constexpr,
+    IS_FULL: tl.constexpr,
+    HAS_CAST: tl.constexpr,
+    IS_WILD: tl.constexpr,
 ):
-    """Some rows of a block as FP32; zeros outside of it."""
-    row = begin + tl.arange(0, ROWS)[:, None]
-    column = tl.arange(0, SIDE)[None, :]
-    if WHOLE:
-        values = tl.load(src + row * stride + column)
+    src, stride, rows, columns = source_of(tile, ELEMENT)
+    block = tl.load(tile + 4)
+    if (flags & 1) != 0:
+        largest = tl.load(amax + block)
     else:
-        values = tl.load(src + row * stride + column, mask=(row < rows) & (column < columns), other=0.0)
-    return values.to(tl.float32)
+        largest = _largest(tile, src, stride, rows, columns, wild, ROWS, IS_FULL, IS_WILD)
+        tl.store(amax + block, largest)
+    factor = tl.div_rn(1.0, _scale(largest))
+    dst, dst_stride = destination_of(tile, image, tl.uint8)
+    for begin in range(0, rows, ROWS):  # read again, from the cache: all at once needs too many registers
+        codes = _to_e4m3(load_rows(src, stride, begin, rows, columns, ROWS, IS_FULL) * factor, HAS_CAST)
+        store_rows(dst, dst_stride, codes, begin, rows, columns, ROWS, IS_FULL)
 
 
-@dataclass(frozen=True, slots=True)
-class QuantizeTiles:
-    """Blocks to quantise, as tables in device memory; made once for a plan."""
-
-    src_base: torch.Tensor
-    dst_base: torch.Tensor | Pointer
-    src: torch.Tensor
-    """First element of each block, counted from the base."""
-    dst: torch.Tensor
-    stride: torch.Tensor
-    """In elements, of the source."""
-    dst_stride: torch.Tensor
-    extent: torch.Tensor
-    """Rows + columns << 16."""
-    amax: torch.Tensor
-    """Known largest magnitudes, where `quantize` is told to use them."""
-    scale: torch.Tensor
-    """Result."""
-    number: torch.Tensor
-    """Of each tile in row-major order over its matrix."""
-    num_whole: int
-    """The first ones are whole blocks, the others lie at a border."""
-    aligned: bool
-    """Whether everything lies at multiples of 16 elements, so that memory is read in vectors."""
+@triton.jit
+def _largest(  # type: ignore[no-untyped-def]
+    tile, src, stride, rows, columns, wild, ROWS: tl.constexpr, IS_FULL: tl.constexpr, IS_WILD: tl.constexpr
+):
+    """The largest finite magnitude of a tile. Unless IS_WILD, what is not finite is only noticed: registers are few."""
+    most = tl.zeros((ROWS, 128), tl.int32)
+    for begin in range(0, rows, ROWS):
+        most = tl.maximum(most, _magnitude(load_rows(src, stride, begin, rows, columns, ROWS, IS_FULL)))
+    bits = tl.max(most)
+    if bits >= 0x7F800000:
+        if IS_WILD:
+            bits = _largest_finite(tile, src, stride, rows, columns, wild, ROWS, IS_FULL)
+        else:
+            tl.store(wild, 1)
+    return bits.to(tl.float32, bitcast=True)
 
 
-def quantize(tiles: QuantizeTiles, *, width: int, known_amax: bool = False, careful: bool = False) -> None:
-    """Quantise blocks; queued on the current stream. `careful`: NaN may occur."""
-    for begin, end, whole in ((0, tiles.num_whole, True), (tiles.num_whole, len(tiles.src), False)):
-        if end > begin:
-            columns = (tiles.src, tiles.dst, tiles.stride, tiles.dst_stride, tiles.extent, tiles.amax, tiles.scale)
-            _quantize_kernel[(end - begin,)](
-                tiles.src_base,
-                tiles.dst_base.view(torch.float8_e4m3fn),
-                *(column[begin:end] for column in columns),
-                SIDE=128,
-                ROWS=QUANTIZE_ROWS,
-                WIDTH=width,
-                KNOWN=known_amax,
-                ALIGNED=tiles.aligned,
-                WHOLE=whole,
-                CAREFUL=careful,
-                num_warps=QUANTIZE_WARPS,
-            )
+@triton.jit
+def _largest_finite(tile, src, stride, rows, columns, wild, ROWS: tl.constexpr, IS_FULL: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The same for a tile of which some numbers are not finite; they are counted, in all and for their grid."""
+    most = tl.zeros((ROWS, 128), tl.int32)
+    others = tl.zeros((ROWS, 128), tl.int32)
+    for begin in range(0, rows, ROWS):
+        found = _magnitude(load_rows(src, stride, begin, rows, columns, ROWS, IS_FULL))
+        is_finite = found < 0x7F800000
+        most = tl.maximum(most, tl.where(is_finite, found, 0))
+        others += tl.where(is_finite, 0, 1)
+    count = tl.sum(others)
+    tl.atomic_add(wild, count)
+    tl.atomic_add(wild + 1 + tl.load(tile + 5), count)
+    return tl.max(most)
 
 
-def tiles_of(src: torch.Tensor, dst: torch.Tensor) -> QuantizeTiles:
-    """The 128×128 blocks of a matrix, rows of which may be strided, and where their codes go."""
-    side = 128
-    rows, columns = src.shape
-    row, column = (
-        corner.reshape(-1)
-        for corner in np.meshgrid(np.arange(0, rows, side), np.arange(0, columns, side), indexing="ij")
-    )
-    height, width = np.minimum(rows - row, side), np.minimum(columns - column, side)
-    is_part = (height < side) | (width < side)
-    order = np.argsort(is_part, kind="stable")
-    row, column, height, width = (part[order] for part in (row, column, height, width))
-    number = len(row)
-    table = (
-        row * src.stride(0) + column,
-        row * dst.stride(0) + column,
-        np.full(number, src.stride(0)),
-        np.full(number, dst.stride(0)),
-        height + (width << 16),
-    )
-    aligned = not any((part % 16).any() for part in table[:4])
-    aligned = aligned and src.data_ptr() % 16 == 0 and dst.data_ptr() % 16 == 0
-    numbers = [torch.from_numpy(part.astype(np.int64)).to(src.device) for part in table]
-    amax, scale = (torch.zeros(number, dtype=torch.float32, device=src.device) for _ in range(2))
-    source_address, target, stride, target_stride, extent = numbers
-    return QuantizeTiles(
-        src_base=src,
-        dst_base=dst,
-        src=source_address,
-        dst=target,
-        stride=stride,
-        dst_stride=target_stride,
-        extent=extent,
-        amax=amax,
-        scale=scale,
-        number=torch.from_numpy(order).to(src.device),
-        num_whole=int((~is_part).sum()),
-        aligned=aligned,
-    )
+@triton.jit
+def _magnitude(values):  # type: ignore[no-untyped-def]
+    """Bits of magnitudes: as integers they are in the order of the numbers, and NaN is the largest."""
+    return values.to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
 
-def join_tiles(parts: list[QuantizeTiles]) -> QuantizeTiles:
-    """Blocks of several matrices, quantised by one launch (two, where some are not whole)."""
-    first = parts[0]
-    parts = [_rebased(part, first) for part in parts]
-    names = ("src", "dst", "stride", "dst_stride", "extent", "amax", "scale", "number")
-    joined = {
-        name: torch.cat(
-            [getattr(part, name)[: part.num_whole] for part in parts]
-            + [getattr(part, name)[part.num_whole :] for part in parts]
+@triton.jit
+def _scale(largest):  # type: ignore[no-untyped-def]
+    return tl.div_rn(tl.maximum(largest, 1e-10), 448.0)
+
+
+@triton.jit
+def _to_e4m3(values, HAS_CAST: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Numbers as e4m3, infinities as ±448: by the GPU's own cast, or as weft.codec.fp8.to_e4m3 does it."""
+    if HAS_CAST:
+        codes = values.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+    else:
+        bits = values.to(tl.int32, bitcast=True)
+        magnitude = bits & 0x7FFFFFFF
+        inside = tl.minimum(magnitude, 0x43E00000)  # 448
+        small = (inside.to(tl.float32, bitcast=True) + 16384.0).to(tl.int32, bitcast=True) & 0xFF
+        large = (inside + 0x7FFFF + ((inside >> 20) & 1) - (120 << 23)) >> 20
+        code = tl.where(inside < 0x3C800000, small, large)
+        code = tl.where(magnitude > 0x7F800000, 0x7F, code)
+        codes = (code | ((bits >> 24) & 0x80)).to(tl.uint8)
+    return codes
+
+
+@triton.jit
+def _amax_kernel(table, amax, wild, ELEMENT: tl.constexpr, ROWS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Raise the magnitude of a tile's block to its own."""
+    tile = table + tl.program_id(0).to(tl.int64) * 6
+    src, stride, rows, columns = source_of(tile, ELEMENT)
+    largest = _largest(tile, src, stride, rows, columns, wild, ROWS, False, True)
+    tl.atomic_max(amax + tl.load(tile + 4), largest.to(tl.int32, bitcast=True))
+
+
+@triton.jit
+def _scale_kernel(table, num_scales, image, amax, SCALES: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The scales of some blocks, each at its place in the image."""
+    number = tl.program_id(0) * SCALES + tl.arange(0, SCALES)
+    inside = number < num_scales
+    dst = (image + tl.load(table + 2 * number, mask=inside, other=0)).to(tl.pointer_type(tl.float32))
+    largest = tl.load(amax + tl.load(table + 2 * number + 1, mask=inside, other=0), mask=inside, other=0.0)
+    tl.store(dst, _scale(largest), mask=inside)
+
+
+def quantize(
+    table: torch.Tensor,
+    image: int,
+    amax: torch.Tensor,
+    wild: torch.Tensor,
+    *,
+    width: int,
+    allow_nonfinite: bool = False,
+) -> None:
+    """Quantise tiles of elements of `width` bytes into an image; queued on the current stream.
+
+    `amax`: magnitudes of all blocks, given for tiles that are KNOWN and found for the others. `wild[0]` is not 0
+    afterwards if some number is not finite; `add_amax` counts them.
+    """
+    if len(table):
+        _quantize_kernel[(len(table),)](
+            table,
+            image,
+            amax,
+            wild,
+            ELEMENT=_ELEMENTS[width],
+            ROWS=QUANTIZE_ROWS,
+            PART_ROWS=PART_ROWS,
+            IS_ALIGNED=image % 16 == 0,
+            HAS_CAST=has_fp8_cast(table.device),
+            IS_WILD=allow_nonfinite,
+            num_warps=QUANTIZE_WARPS,
         )
-        for name in names
-    }
-    num_whole = sum(part.num_whole for part in parts)
-    return QuantizeTiles(
-        src_base=first.src_base,
-        dst_base=first.dst_base,
-        num_whole=num_whole,
-        aligned=all(part.aligned for part in parts),
-        **joined,
-    )
 
 
-def _rebased(tiles: QuantizeTiles, base: QuantizeTiles) -> QuantizeTiles:
-    """The same blocks, counted from other bases."""
-    size = base.src_base.element_size()
-    src, odd = divmod(tiles.src_base.data_ptr() - base.src_base.data_ptr(), size)
-    dst = tiles.dst_base.data_ptr() - base.dst_base.data_ptr()
-    if odd:
-        raise CodecError("matrices that do not lie a whole number of elements apart")
-    aligned = tiles.aligned and src % 16 == 0 and dst % 16 == 0
-    return replace(tiles, src=tiles.src + src, dst=tiles.dst + dst, aligned=aligned)
+def add_amax(table: torch.Tensor, amax: torch.Tensor, wild: torch.Tensor, *, width: int) -> None:
+    """Raise the magnitudes of blocks to what tiles hold of them; queued on the current stream.
+
+    `wild`: raised by how many elements are not finite, in all and in each grid.
+    """
+    if len(table):
+        _amax_kernel[(len(table),)](
+            table, amax.view(torch.int32), wild, ELEMENT=_ELEMENTS[width], ROWS=PART_ROWS, num_warps=QUANTIZE_WARPS
+        )
+
+
+def write_scales(table: torch.Tensor, image: int, amax: torch.Tensor) -> None:
+    """Write scales into an image; `table` has a row for each: byte of the image, block."""
+    if len(table):
+        _scale_kernel[(triton.cdiv(len(table), SCALES),)](table, len(table), image, amax, SCALES=SCALES)
+
+
+def has_fp8_cast(device: torch.device) -> bool:
+    """Whether a device casts to e4m3 by itself, rounding to nearest even and saturating."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)

@@ -1,4 +1,8 @@
-"""Patches on a GPU: Triton kernels that give what the C module gives, bit for bit (record order aside)."""
+"""Patches on a GPU: Triton kernels that give what the C module gives, bit for bit (record order aside).
+
+Sizes of patches stay on the device: a kernel finds in `state` where its patch begins, because the patches of an image's
+sections follow each other. The host waits once, for the last of them.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +12,9 @@ import numpy as np
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra import libdevice
 
 from weft.codec import delta
 from weft.codec.delta import BLOCK, DENSE, GROUPS, HEADER_BYTES, ImageRows
-from weft.errors import CodecError
 
 WORDS = BLOCK // 32
 ENCODE_TILE, ENCODE_WARPS = 256, 4
@@ -25,17 +27,20 @@ def _encode_kernel(  # type: ignore[no-untyped-def]
     now,
     old,
     num_elements,
-    patch,
-    table,
-    cursor,
+    out,
+    state,
     scratch,
     WIDTH: tl.constexpr,
     WORDS: tl.constexpr,
     TILE: tl.constexpr,
     DENSE: tl.constexpr,
+    HEADER: tl.constexpr,
 ):
     """One block: a bit for every element that differs, then the record, at a place of its own in the patch."""
     block = tl.program_id(0).to(tl.int64)
+    patch = out + tl.load(state)
+    table = (patch + HEADER).to(tl.pointer_type(tl.int64))
+    first_record = HEADER + tl.num_programs(0).to(tl.int64) * 8
     first = block * (WORDS * 32)
     elements = tl.minimum(num_elements - first, WORDS * 32).to(tl.int32)
     now += first
@@ -48,7 +53,7 @@ def _encode_kernel(  # type: ignore[no-untyped-def]
     tl.debug_barrier()
     word = tl.arange(0, WORDS)
     bits = tl.load(scratch + word)
-    count = libdevice.popc(bits)
+    count = _popcount(bits)
     changes = tl.sum(count, 0)
     group_counts = tl.sum(tl.reshape(count, (WORDS // 8, 8)), axis=1)
     wide_count = _count_wide(now, old, bits, count, WORDS) if WIDTH == 2 else tl.zeros((WORDS,), tl.int32)
@@ -59,7 +64,7 @@ def _encode_kernel(  # type: ignore[no-untyped-def]
     whole = (elements * WIDTH + 3) // 4 * 4
     dense = (changes > 0) & ((tl.max(group_counts, 0) == 256) | (sparse >= whole))
     size = tl.where(changes == 0, 0, tl.where(dense, whole, sparse))
-    offset = tl.atomic_add(cursor, size.to(tl.int64))
+    offset = first_record + tl.atomic_add(state + 1, size.to(tl.int64))
     shown = tl.where(dense, DENSE, changes).to(tl.int64)
     tl.store(table + block, (offset // 4) | (shown << 32) | (tl.where(dense, 0, escapes).to(tl.int64) << 48))
 
@@ -72,6 +77,14 @@ def _encode_kernel(  # type: ignore[no-untyped-def]
     elif changes > 0:
         tl.store(record + tl.arange(0, WORDS // 8), group_counts.to(tl.uint8))
         _write_changes(now, old, bits, count, wide_count, changes, record + WORDS // 8, WIDTH, WORDS)
+
+
+@triton.jit
+def _popcount(bits):  # type: ignore[no-untyped-def]
+    """Bits set in 32-bit words; by arithmetic, because Triton's interpreter has no instruction for it."""
+    bits = bits - ((bits >> 1) & 0x55555555)
+    bits = (bits & 0x33333333) + ((bits >> 2) & 0x33333333)
+    return (((bits + (bits >> 4)) & 0x0F0F0F0F) * 0x01010101) >> 24
 
 
 @triton.jit
@@ -115,7 +128,7 @@ def _count_wide(now, old, bits, count, WORDS: tl.constexpr):  # type: ignore[no-
     word = tl.arange(0, WORDS)
     for _ in range(0, tl.max(count, 0)):
         there = bits != 0
-        at = word * 32 + libdevice.popc((bits & -bits) - 1)
+        at = word * 32 + _popcount((bits & -bits) - 1)
         step = tl.load(now + at, mask=there, other=0) - tl.load(old + at, mask=there, other=0)
         found += ((step < -127) | (step > 127)).to(tl.int32)
         bits = bits & (bits - 1)
@@ -145,7 +158,7 @@ def _write_changes(  # type: ignore[no-untyped-def]
     word = tl.arange(0, WORDS)
     for _ in range(0, tl.max(count, 0)):
         there = bits != 0
-        at = word * 32 + libdevice.popc((bits & -bits) - 1)
+        at = word * 32 + _popcount((bits & -bits) - 1)
         tl.store(places + rank, (at % 256).to(tl.uint8), mask=there)
         value = tl.load(now + at, mask=there, other=0)
         if WIDTH == 1:
@@ -164,33 +177,85 @@ def _write_changes(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _check_kernel(  # type: ignore[no-untyped-def]
-    patch, num_bytes, first_record, num_elements, num_blocks, table, wrong, WIDTH: tl.constexpr, GROUPS: tl.constexpr
+def _finish_kernel(out, state, first_record, width_and_magic, num_elements, base, version):  # type: ignore[no-untyped-def]
+    """The header of a patch whose records are written; the next one begins behind it, at a multiple of eight bytes."""
+    begin = tl.load(state)
+    size = first_record + tl.load(state + 1)
+    header = (out + begin).to(tl.pointer_type(tl.int64))
+    tl.store(header, width_and_magic)
+    tl.store(header + 1, num_elements)
+    tl.store(header + 2, size)
+    tl.store(header + 3, base)
+    tl.store(header + 4, version)
+    tl.store(state, begin + (size + 7) // 8 * 8)
+    tl.store(state + 1, 0)
+
+
+@triton.jit
+def _open_kernel(  # type: ignore[no-untyped-def]
+    data, num_bytes, sections, found, NUM_SECTIONS: tl.constexpr, HEADER: tl.constexpr
 ):
-    """Whether the records of some blocks lie inside the patch and their counts add up."""
-    block = tl.program_id(0).to(tl.int64)
-    elements = tl.minimum(num_elements - block * GROUPS * 256, GROUPS * 256)
-    entry = tl.load(table + block)
-    offset = (entry & 0xFFFFFFFF) * 4
-    changes = (entry >> 32) & 0xFFFF
-    escapes = (entry >> 48) & 0xFFFF
-    VALUE: tl.constexpr = 4 if WIDTH == 4 else 1
-    dense = changes == 65535
-    size = tl.where(dense, elements * WIDTH, GROUPS + changes * (1 + VALUE) + 2 * escapes)
-    size = (size + 3) // 4 * 4
-    bad = (~dense & (changes > elements)) | (escapes > changes) | ((escapes > 0) & (dense | (WIDTH != 2)))
-    bad = bad | ((changes > 0) & ((offset < first_record) | (offset + size > num_bytes)))
-    if ~bad & ~dense & (changes > 0):
-        counts = tl.load(patch + offset + tl.arange(0, GROUPS)).to(tl.int64)
-        bad = bad | (tl.sum(counts, 0) != changes)
-    if bad:
-        tl.store(wrong, 1)
+    """Where the patch of each section begins, −1 where it is none, and its header; then where the last one ends."""
+    at = tl.zeros((), tl.int64)
+    for number in range(0, NUM_SECTIONS):
+        entry = found + number * 6
+        begin = at
+        tl.store(entry, -1)
+        if (begin >= 0) & (begin + HEADER <= num_bytes):
+            header = (data + begin).to(tl.pointer_type(tl.int64))
+            for field in tl.static_range(5):
+                tl.store(entry + 1 + field, tl.load(header + field))
+            size = tl.load(header + 2)
+            first_record = tl.load(sections + number * 3 + 2)
+            fits = (size >= first_record) & (size <= num_bytes - begin)
+            known = (tl.load(header) == tl.load(sections + number * 3)) & (
+                tl.load(header + 1) == tl.load(sections + number * 3 + 1)
+            )
+            if fits & known:
+                tl.store(entry, begin)
+                at = begin + (size + 7) // 8 * 8
+            else:
+                at = tl.full((), -1, tl.int64)
+        else:
+            at = tl.full((), -1, tl.int64)
+    tl.store(found + NUM_SECTIONS * 6, at)
+
+
+@triton.jit
+def _check_kernel(  # type: ignore[no-untyped-def]
+    data, opened, num_elements, flags, WIDTH: tl.constexpr, GROUPS: tl.constexpr, HEADER: tl.constexpr
+):
+    """Whether the record of a block lies inside its patch and its counts add up, and whether the block is dense."""
+    begin = tl.load(opened)
+    if begin >= 0:
+        block = tl.program_id(0).to(tl.int64)
+        patch = data + begin
+        num_bytes = tl.load(opened + 3)
+        first_record = HEADER + tl.num_programs(0).to(tl.int64) * 8
+        elements = tl.minimum(num_elements - block * GROUPS * 256, GROUPS * 256)
+        entry = tl.load((patch + HEADER).to(tl.pointer_type(tl.int64)) + block)
+        offset = (entry & 0xFFFFFFFF) * 4
+        changes = (entry >> 32) & 0xFFFF
+        escapes = (entry >> 48) & 0xFFFF
+        VALUE: tl.constexpr = 4 if WIDTH == 4 else 1
+        dense = changes == 65535
+        size = tl.where(dense, elements * WIDTH, GROUPS + changes * (1 + VALUE) + 2 * escapes)
+        size = (size + 3) // 4 * 4
+        bad = (~dense & (changes > elements)) | (escapes > changes) | ((escapes > 0) & (dense | (WIDTH != 2)))
+        bad = bad | ((changes > 0) & ((offset < first_record) | (offset + size > num_bytes)))
+        if ~bad & ~dense & (changes > 0):
+            counts = tl.load(patch + offset + tl.arange(0, GROUPS)).to(tl.int64)
+            bad = bad | (tl.sum(counts, 0) != changes)
+        if bad:
+            tl.store(flags, 1)
+        if ~dense:
+            tl.store(flags + 1, 1)
 
 
 @triton.jit
 def _apply_kernel(  # type: ignore[no-untyped-def]
-    patch,
-    table,
+    data,
+    opened,
     num_elements,
     first_row,
     num_rows,
@@ -200,11 +265,17 @@ def _apply_kernel(  # type: ignore[no-untyped-def]
     GROUPS: tl.constexpr,
     SLOTS: tl.constexpr,
     ELEMENT: tl.constexpr,
+    HEADER: tl.constexpr,
 ):
     """One block of a checked patch; whatever it says, only elements of the block are written."""
     block = tl.program_id(0).to(tl.int64)
-    entry = tl.load(table + block)
-    changes = ((entry >> 32) & 0xFFFF).to(tl.int32)
+    begin_of_patch = tl.load(opened)
+    patch = data + begin_of_patch
+    changes = tl.zeros((), tl.int32)
+    entry = tl.zeros((), tl.int64)
+    if begin_of_patch >= 0:
+        entry = tl.load((patch + HEADER).to(tl.pointer_type(tl.int64)) + block)
+        changes = ((entry >> 32) & 0xFFFF).to(tl.int32)
     if changes > 0:
         record = patch + (entry & 0xFFFFFFFF) * 4
         first = block * GROUPS * 256
@@ -312,36 +383,34 @@ def _address(element, row, rows, row_begin, row_address, WIDTH: tl.constexpr):  
     return address
 
 
-def encode(now: torch.Tensor, old: torch.Tensor, *, width: int, base: int, version: int, out: torch.Tensor) -> int:
-    """The patch between two images in device memory, into `out`; returns its bytes."""
+def encode(
+    now: torch.Tensor, old: torch.Tensor, *, width: int, base: int, version: int, out: torch.Tensor, state: torch.Tensor
+) -> None:
+    """Queue the patch between two images in device memory.
+
+    It begins at byte `state[0]` of `out`, which is where the next one begins afterwards. `state[1]` counts bytes of
+    records meanwhile; it is 0 before and after.
+    """
     num_elements = now.numel() * now.element_size() // width
-    if len(out) < delta.max_bytes(num_elements, width):
-        raise CodecError(f"a patch of {num_elements} elements may not fit into {len(out)} bytes")
-    kind = _TYPES[width]
     num_blocks = -(-num_elements // BLOCK)
-    begin = delta.first_record(num_elements)
-    cursor = torch.full((1,), begin, dtype=torch.int64, device=now.device)
-    scratch = torch.empty(WORDS * num_blocks, dtype=torch.int32, device=now.device)
-    table = out[HEADER_BYTES:begin].view(torch.int64)
     if num_blocks:
+        scratch = torch.empty(WORDS * num_blocks, dtype=torch.int32, device=now.device)
         _encode_kernel[(num_blocks,)](
-            now.view(kind),
-            old.view(kind),
+            now.view(_TYPES[width]),
+            old.view(_TYPES[width]),
             num_elements,
             out,
-            table,
-            cursor,
+            state,
             scratch,
             WIDTH=width,
             WORDS=WORDS,
             TILE=ENCODE_TILE,
             DENSE=DENSE,
+            HEADER=HEADER_BYTES,
             num_warps=ENCODE_WARPS,
         )
-    num_bytes = int(cursor.item())
-    header = delta.header_bytes(width, num_elements, num_bytes, base, version)
-    out[:HEADER_BYTES] = torch.from_numpy(header).to(now.device)
-    return num_bytes
+    words = delta.header_bytes(width, num_elements, 0, base, version).view(np.int64).tolist()
+    _finish_kernel[(1,)](out, state, delta.first_record(num_elements), words[0], words[1], words[3], words[4])
 
 
 @dataclass(frozen=True, slots=True)
@@ -365,42 +434,43 @@ class DeviceRows:
         return cls(*(torch.from_numpy(np.ascontiguousarray(column)).to(device) for column in columns))
 
 
-def check(patch: torch.Tensor, *, width: int, num_elements: int) -> None:
-    """Raise CodecError if applying the patch could read outside of it; places are kept inside blocks in any case."""
-    begin = delta.first_record(num_elements)
-    if len(patch) < begin:
-        raise CodecError(f"{len(patch)} bytes are no patch of {num_elements} elements")
-    header = patch[:HEADER_BYTES].cpu().numpy()
-    found = delta.read_header(int(header.ctypes.data), HEADER_BYTES)
-    if (found.width, found.num_elements, found.num_bytes) != (width, num_elements, len(patch)):
-        raise CodecError(f"a patch of {found.num_elements} elements of {found.width} bytes")
-    wrong = torch.zeros(1, dtype=torch.int32, device=patch.device)
+def open_patches(data: torch.Tensor, sections: torch.Tensor) -> torch.Tensor:
+    """Queue finding the patches of all sections: a row of six numbers for each, and where the last one ends.
+
+    A row is where the patch begins, or −1 if there is none of this section, and the words of its header. `sections`
+    has a row for each as well: the first two words of its header, and where records begin.
+    """
+    found = torch.zeros(6 * len(sections) + 1, dtype=torch.int64, device=sections.device)
+    _open_kernel[(1,)](data, len(data), sections, found, NUM_SECTIONS=len(sections), HEADER=HEADER_BYTES, num_warps=1)
+    return found
+
+
+def section_words(width: int, num_elements: int) -> list[int]:
+    """A section's row for `open_patches`."""
+    words = delta.header_bytes(width, num_elements, 0, 0, 0).view(np.int64).tolist()
+    return [words[0], words[1], delta.first_record(num_elements)]
+
+
+def check(data: torch.Tensor, opened: torch.Tensor, flags: torch.Tensor, *, width: int, num_elements: int) -> None:
+    """Queue checking one of the patches.
+
+    Sets `flags[0]` if applying it could read outside of it, `flags[1]` if it has a block that is not dense. Places are
+    kept inside blocks in any case.
+    """
     num_blocks = -(-num_elements // BLOCK)
     if num_blocks:
         _check_kernel[(num_blocks,)](
-            patch,
-            len(patch),
-            begin,
-            num_elements,
-            num_blocks,
-            patch[HEADER_BYTES:begin].view(torch.int64),
-            wrong,
-            WIDTH=width,
-            GROUPS=GROUPS,
-            num_warps=1,
+            data, opened, num_elements, flags, WIDTH=width, GROUPS=GROUPS, HEADER=HEADER_BYTES, num_warps=1
         )
-    if int(wrong.item()):
-        raise CodecError("a damaged patch: a record lies outside of it, or its counts do not add up")
 
 
-def apply(patch: torch.Tensor, *, width: int, num_elements: int, rows: DeviceRows) -> None:
-    """Apply a checked patch to rows of device memory; queued on the current stream."""
-    begin = delta.first_record(num_elements)
+def apply(data: torch.Tensor, opened: torch.Tensor, *, width: int, num_elements: int, rows: DeviceRows) -> None:
+    """Queue applying one of the patches, which was checked, to rows of device memory."""
     num_blocks = -(-num_elements // BLOCK)
     if num_blocks:
         _apply_kernel[(num_blocks,)](
-            patch,
-            patch[HEADER_BYTES:begin].view(torch.int64),
+            data,
+            opened,
             num_elements,
             rows.first,
             rows.count,
@@ -410,5 +480,6 @@ def apply(patch: torch.Tensor, *, width: int, num_elements: int, rows: DeviceRow
             GROUPS=GROUPS,
             SLOTS=8,
             ELEMENT={1: tl.uint8, 2: tl.int16, 4: tl.int32}[width],
+            HEADER=HEADER_BYTES,
             num_warps=APPLY_WARPS,
         )

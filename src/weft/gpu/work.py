@@ -1,0 +1,176 @@
+"""Bulk work on one GPU's memory: copies and the digest of planes, on a stream of its own.
+
+Tables are made once for each Planes object and stay on the device as long as it lives: running a version builds and
+uploads nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from weft import native
+from weft.core.planes import Planes
+from weft.gpu.memory import device_view, pinned_view
+from weft.gpu.tiles import walk_table
+from weft.gpu.walking import walk
+from weft.native import Column
+
+LARGE_BYTES = 1 << 20
+"""Single rows from here on are left to the driver's own copy, which reaches the limit of the memory and of the bus…"""
+MAX_LARGE_ROWS = 32
+"""… unless there are more than this: a call for each would take longer than the copies."""
+_MASK = (1 << 64) - 1
+
+
+@dataclass(frozen=True, slots=True)
+class _Walk:
+    """One launch over planes, and the copies the driver makes."""
+
+    planes: torch.Tensor
+    tiles: torch.Tensor
+    large: tuple[tuple[int, int, int], ...]
+    """Destination, source, bytes."""
+
+
+class GpuWork:
+    """Work on one GPU's memory. Calls return when the work is done."""
+
+    def __init__(self, index: int) -> None:
+        self.device = torch.device("cuda", index)
+        self._stream = torch.cuda.Stream(self.device)
+        self._prepare()
+
+    def _prepare(self) -> None:
+        keys = np.concatenate([native.ALPHA, native.BETA, native.GAMMA]).view(np.int64)
+        self._keys = self.upload(keys)
+        self._walks: weakref.WeakKeyDictionary[Planes, dict[tuple[bool, bool], _Walk]] = weakref.WeakKeyDictionary()
+        self._rows: dict[tuple[int, ...], Planes] = {}
+        """Columns as planes, as long as the columns live."""
+
+    def allocate(self, num_bytes: int) -> torch.Tensor:
+        """Device memory, as bytes."""
+        return torch.zeros(num_bytes, dtype=torch.uint8, device=self.device)
+
+    def upload(self, table: NDArray[np.generic]) -> torch.Tensor:
+        """A table in device memory."""
+        return torch.from_numpy(np.ascontiguousarray(table).copy()).to(self.device)
+
+    @contextlib.contextmanager
+    def queue(self) -> Iterator[None]:
+        """Work inside goes to this object's stream."""
+        with torch.cuda.device(self.device), torch.cuda.stream(self._stream):
+            yield
+
+    @contextlib.contextmanager
+    def stream(self) -> Iterator[None]:
+        """Work inside goes to this object's stream, and is done at the end."""
+        with self.queue():
+            yield
+            self._stream.synchronize()
+
+    def synchronize(self) -> None:
+        """Wait for everything queued on the device, on any stream of this process."""
+        torch.cuda.synchronize(self.device)
+
+    def copy(self, dst: Column, src: Column, length: Column, *, num_threads: int = 1) -> int:
+        """Copy rows between device addresses."""
+        return self.copy_planes(self._planes(dst, src, length), num_threads=num_threads)
+
+    def digest(self, address: Column, position: Column, length: Column, *, num_threads: int = 1) -> int:
+        """Digest of rows in device memory."""
+        return self.digest_planes(self._planes(address, address, length, position), num_threads=num_threads)
+
+    def copy_digest(self, dst: Column, src: Column, position: Column, length: Column, *, num_threads: int = 1) -> int:
+        """Copy and digest; the digest is of the source."""
+        return self.copy_digest_planes(self._planes(dst, src, length, position), num_threads=num_threads)[0]
+
+    def copy_planes(self, planes: Planes, *, num_threads: int = 1) -> int:
+        """Copy planes between device addresses."""
+        del num_threads
+        with self.stream():
+            self.queue_copy(planes)
+        return planes.num_bytes
+
+    def digest_planes(self, planes: Planes, *, num_threads: int = 1) -> int:
+        """Digest of what planes read."""
+        del num_threads
+        return self._digested(planes, is_copied=False)
+
+    def copy_digest_planes(self, planes: Planes, *, num_groups: int = 1, num_threads: int = 1) -> list[int]:
+        """Copy and digest planes of one group, in one pass."""
+        del num_threads
+        assert num_groups == 1
+        return [self._digested(planes, is_copied=True)]
+
+    def queue_copy(self, planes: Planes) -> None:
+        """Copy planes on the current stream, without waiting."""
+        work = self._walk(planes, is_copied=True, is_digested=False)
+        for dst, src, size in work.large:
+            self.view(dst, size).copy_(self.view(src, size), non_blocking=True)
+        if len(work.tiles):
+            walk(work.planes, work.tiles, self._keys, None, is_copied=True)
+
+    def _digested(self, planes: Planes, *, is_copied: bool) -> int:
+        with self.queue():
+            work = self._walk(planes, is_copied=is_copied, is_digested=True)
+            if not len(work.tiles):
+                return 0
+            sums = torch.empty(len(work.tiles), dtype=torch.int64, device=self.device)
+            walk(work.planes, work.tiles, self._keys, sums, is_copied=is_copied)
+            return int(sums.sum().item()) & _MASK  # waits for the stream
+
+    def _walk(self, planes: Planes, *, is_copied: bool, is_digested: bool) -> _Walk:
+        """The launch for planes, made at their first use."""
+        walks = self._walks.setdefault(planes, {})
+        if (is_copied, is_digested) not in walks:
+            is_large = np.zeros(len(planes), dtype=bool) if is_digested else _is_large(planes)
+            table = walk_table(planes.take(~is_large), is_copied=is_copied, is_digested=is_digested)
+            columns = (column[is_large].tolist() for column in (planes.dst, planes.src, planes.length))
+            large = tuple(zip(*columns, strict=True))
+            walks[is_copied, is_digested] = _Walk(self.upload(table.planes), self.upload(table.tiles), large)
+        return walks[is_copied, is_digested]
+
+    def _planes(self, dst: Column, src: Column, length: Column, position: Column | None = None) -> Planes:
+        """Rows as planes; columns that are used again give the same planes."""
+        columns = [dst, src, length] if position is None else [dst, src, length, position]
+        key = tuple(id(column) for column in columns)
+        if key not in self._rows:
+            none = np.zeros_like(length)
+            self._rows[key] = Planes(
+                dst=dst.copy(),
+                src=src.copy(),
+                rows=none + np.uint64(1),
+                length=length.copy(),
+                dst_stride=none,
+                src_stride=none,
+                position=None if position is None else position.copy(),
+                position_stride=None if position is None else none,
+            )
+            for column in columns:  # the address of a column that is gone may be that of another one tomorrow
+                weakref.finalize(column, self._rows.pop, key, None)
+        return self._rows[key]
+
+    def copy_from_host(self, dst: int, src: int, num_bytes: int) -> None:
+        """Copy host memory to the device."""
+        host = torch.frombuffer((ctypes.c_uint8 * num_bytes).from_address(src), dtype=torch.uint8)
+        with self.stream():
+            self.view(dst, num_bytes).copy_(host, non_blocking=True)
+
+    def view(self, address: int, num_bytes: int) -> torch.Tensor:
+        """Device memory, or pinned host memory, as bytes."""
+        pinned = pinned_view(address, num_bytes)
+        return pinned if pinned is not None else device_view(address, num_bytes, self.device)
+
+
+def _is_large(planes: Planes) -> NDArray[np.bool_]:
+    """Planes that are copied by calls of their own."""
+    large = (planes.rows == 1) & (planes.length >= LARGE_BYTES)
+    return large & bool(large.sum() <= MAX_LARGE_ROWS)

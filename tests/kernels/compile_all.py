@@ -1,0 +1,105 @@
+"""Compile all kernels for Hopper and print which of them read memory in vectors.
+
+A process of its own, because Triton either interprets kernels or compiles them.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from typing import Any
+
+import triton
+import triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from weft.codec import cast_kernels, fp8_kernels, patch_kernels
+from weft.codec.delta import DENSE, GROUPS, HEADER_BYTES
+from weft.gpu import walking
+
+HOPPER = GPUTarget("cuda", 90, 32)
+TABLE = {"table": "*i64"}
+IMAGE = {"image": "i64"}
+
+
+def kernels() -> list[tuple[str, Any, dict[str, str], dict[str, Any], int]]:
+    """Name, kernel, types of its arguments, constants, warps."""
+    walk = dict.fromkeys(("planes", "tiles", "keys", "sums"), "*i64")
+    walk_sizes = {"TILE": walking.TILE_UNITS, "STEP": walking.STEP_UNITS}
+    quantize = {**TABLE, **IMAGE, "amax": "*fp32", "wild": "*i32"}
+    rows = {"ROWS": fp8_kernels.QUANTIZE_ROWS, "PART_ROWS": fp8_kernels.PART_ROWS, "IS_ALIGNED": True}
+    found: list[tuple[str, Any, dict[str, str], dict[str, Any], int]] = [
+        (
+            "walk",
+            walking._walk_kernel,
+            walk,
+            {"IS_COPIED": copied, "IS_DIGESTED": digested, **walk_sizes},
+            walking.WARPS,
+        )
+        for copied, digested in ((True, False), (False, True), (True, True))
+    ]
+    for element, cast, wild in ((tl.bfloat16, True, False), (tl.float32, False, True)):
+        constants = {"ELEMENT": element, **rows, "HAS_CAST": cast, "IS_WILD": wild}
+        found.append(("quantize", fp8_kernels._quantize_kernel, quantize, constants, fp8_kernels.QUANTIZE_WARPS))
+    amax = {**TABLE, "amax": "*i32", "wild": "*i32"}
+    found.append(("amax", fp8_kernels._amax_kernel, amax, {"ELEMENT": tl.bfloat16, "ROWS": 16}, 8))
+    scale = {**TABLE, "num_scales": "i32", **IMAGE, "amax": "*fp32"}
+    found.append(("scale", fp8_kernels._scale_kernel, scale, {"SCALES": fp8_kernels.SCALES}, 4))
+    for source, target in ((tl.float32, tl.bfloat16), (tl.bfloat16, tl.float16)):
+        constants = {"FROM": source, "TO": target, "ROWS": cast_kernels.ROWS, "IS_ALIGNED": True}
+        found.append(("cast", cast_kernels._cast_kernel, {**TABLE, **IMAGE}, constants, cast_kernels.WARPS))
+    return found + patch_kernels_of(1) + patch_kernels_of(2) + patch_kernels_of(4)
+
+
+def patch_kernels_of(width: int) -> list[tuple[str, Any, dict[str, str], dict[str, Any], int]]:
+    """Kernels for elements of one width."""
+    kind, element = {1: ("u8", tl.uint8), 2: ("i16", tl.int16), 4: ("i32", tl.int32)}[width]
+    encode = {
+        "now": f"*{kind}",
+        "old": f"*{kind}",
+        "num_elements": "i64",
+        "out": "*u8",
+        "state": "*i64",
+        "scratch": "*i32",
+    }
+    sizes = {"WORDS": patch_kernels.WORDS, "TILE": patch_kernels.ENCODE_TILE, "DENSE": DENSE, "HEADER": HEADER_BYTES}
+    opened = {"data": "*u8", "opened": "*i64", "num_elements": "i64"}
+    rows = dict.fromkeys(("first_row", "num_rows", "row_begin", "row_address"), "*i64")
+    groups = {"WIDTH": width, "GROUPS": GROUPS, "HEADER": HEADER_BYTES}
+    numbers = ("first_record", "width_and_magic", "num_elements", "base", "version")
+    finish = {"out": "*u8", "state": "*i64", **dict.fromkeys(numbers, "i64")}
+    opening = {"data": "*u8", "num_bytes": "i64", "sections": "*i64", "found": "*i64"}
+    return [
+        ("encode", patch_kernels._encode_kernel, encode, {"WIDTH": width, **sizes}, patch_kernels.ENCODE_WARPS),
+        ("check", patch_kernels._check_kernel, {**opened, "flags": "*i64"}, groups, 1),
+        ("apply", patch_kernels._apply_kernel, {**opened, **rows}, {**groups, "SLOTS": 8, "ELEMENT": element}, 4),
+        ("finish", patch_kernels._finish_kernel, finish, {}, 4),
+        ("open", patch_kernels._open_kernel, opening, {"NUM_SECTIONS": width, "HEADER": HEADER_BYTES}, 1),
+    ]
+
+
+def compiled(kernel: Any, types: dict[str, str], constants: dict[str, Any], warps: int) -> str:
+    """PTX, made as for arguments that are aligned."""
+    signature = {**types, **dict.fromkeys(constants, "constexpr")}
+    aligned = {
+        (number,): [["tt.divisibility", 16]]
+        for number, (name, kind) in enumerate(signature.items())
+        if kind.startswith("*") or name == "image"
+    }
+    source = ASTSource(kernel, signature, constants, aligned)
+    return str(triton.compile(source, target=HOPPER, options={"num_warps": warps}).asm["ptx"])
+
+
+def main() -> None:
+    found: dict[str, dict[str, bool]] = {}
+    for name, kernel, types, constants, warps in kernels():
+        ptx = compiled(kernel, types, constants, warps)
+        vectors = bool(re.search(r"ld\.global\.(v4\.b32|v2\.b64)", ptx))
+        found[name] = {"vectors": vectors and found.get(name, {}).get("vectors", True)}
+    json.dump(found, sys.stdout)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,210 @@
+"""Conversions on a GPU equal those on the CPU: codes, scales, casts, however blocks are cut by holders and chunks."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("triton")
+
+from weft.codec import fp8, fp8_kernels  # noqa: E402
+from weft.codec.conversion import DTYPES, ChunkFill, Conversion, CpuConverter, HeldGrid  # noqa: E402
+from weft.codec.conversion_gpu import GpuConverter  # noqa: E402
+from weft.codec.fp8 import Box, Grid  # noqa: E402
+from weft.core.planes import Planes  # noqa: E402
+from weft.core.recipe import Op  # noqa: E402
+from weft.core.scaling import Scaling  # noqa: E402
+from weft.errors import CodecError  # noqa: E402
+
+NOTHING = np.zeros(0, dtype=np.uint64)
+NO_PLANES = Planes(
+    dst=NOTHING, src=NOTHING, rows=NOTHING, length=NOTHING, dst_stride=NOTHING, src_stride=NOTHING
+)  # fmt: skip
+KINDS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+
+
+def matrix(rows: int, columns: int, dtype: Any, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    spread = torch.exp(torch.randn(rows, 1, generator=generator) * 4)
+    return (torch.randn(rows, columns, generator=generator) * spread).to(dtype)
+
+
+def held(x: torch.Tensor, scaling: Scaling, parts: list[tuple[int, int]], name: str = "w", key: int = 0) -> HeldGrid:
+    """A matrix of which rows [a, b) are held."""
+    boxes = tuple(
+        Box(
+            address=x[a:b].data_ptr(), stride=x.stride(0) * x.element_size(), width=x.element_size(), first=(a, 0),
+            rows=b - a, columns=x.shape[1],
+        )
+        for a, b in parts
+    )  # fmt: skip
+    grid = Grid(rows=x.shape[0], columns=x.shape[1], scaling=scaling)
+    return HeldGrid(name=name, grid=grid, group=0, first_key=key, boxes=boxes)
+
+
+def conversion(x: torch.Tensor, op: Op, rows: tuple[int, int], columns: tuple[int, int], to: str = "fp8_e4m3"):
+    part = x[rows[0] : rows[1], columns[0] : columns[1]]
+    return Conversion(
+        op=op, grid=0, src=part.data_ptr(), stride=x.stride(0) * x.element_size(),
+        src_dtype=DTYPES.index(KINDS[x.dtype]), dst_dtype=DTYPES.index(to), first_row=rows[0], first_column=columns[0],
+        rows=part.shape[0], columns=part.shape[1],
+    )  # fmt: skip
+
+
+def scales_of(grid: Grid) -> Conversion:
+    rows, columns = grid.shape
+    return Conversion(Op.SCALE, 0, 0, 0, 0, DTYPES.index("fp32"), 0, 0, rows, columns)
+
+
+def chunk(*boxes: Conversion, align: int = 16) -> tuple[ChunkFill, int]:
+    """Boxes one after the other, and the bytes of the image."""
+    found, at = [], 0
+    for box in boxes:
+        found.append((box, at))
+        at += box.rows * box.columns * (4 if DTYPES[box.dst_dtype] == "fp32" else 2 if box.op == Op.CAST else 1)
+        at = -(-at // align) * align
+    return ChunkFill(planes=NO_PLANES, boxes=tuple(found), source_end=0), at
+
+
+def image_on(work, converter, described: tuple[ChunkFill, int], shift: int = 0) -> np.ndarray:
+    fill, num_bytes = described
+    image = torch.zeros(num_bytes + shift, dtype=torch.uint8, device=work.device if work else "cpu")
+    converter.fill(fill, image.data_ptr() + shift)
+    return image[shift:].cpu().numpy()
+
+
+def both(work, x: torch.Tensor, scaling: Scaling, chunks: Any, parts: Any = None, others: Any = None, **options: Any):
+    """What CPU and GPU make of the same chunks; `others`: magnitudes of other holders, given the cut blocks."""
+    there = x.to(work.device)
+    found = []
+    for here, who, make in ((x, None, CpuConverter), (there, work, lambda g, **o: GpuConverter(work, g, **o))):
+        grids = [held(here, scaling, parts or [(0, x.shape[0])])]
+        converter = make(grids, **options)
+        converter.find_amax(0)
+        magnitudes = converter.amax(converter.cut[0])
+        converter.agree(0, magnitudes if others is None else others(magnitudes))
+        images = [image_on(who, converter, described) for described in chunks(here)]
+        found.append((magnitudes, images))
+    return found
+
+
+def assert_equal(found: Any) -> None:
+    (cpu_amax, cpu), (gpu_amax, gpu) = found
+    assert np.array_equal(cpu_amax, gpu_amax)
+    for a, b in zip(cpu, gpu, strict=True):
+        assert np.array_equal(a, b)
+
+
+SHAPES = [
+    *((Scaling.BLOCK, shape) for shape in ((256, 128), (130, 200), (1, 5))),
+    *((scaling, (4, 200)) for scaling in Scaling if scaling is not Scaling.BLOCK),
+]
+
+
+@pytest.mark.parametrize(("scaling", "shape"), SHAPES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_whole_matrices(work, scaling, dtype, shape):
+    x = matrix(*shape, dtype)
+    grid = Grid(rows=shape[0], columns=shape[1], scaling=scaling)
+    whole = ((0, shape[0]), (0, shape[1]))
+    assert_equal(both(work, x, scaling, lambda here: [chunk(conversion(here, Op.QUANTIZE, *whole), scales_of(grid))]))
+
+
+@pytest.mark.parametrize(("scaling", "num_rows"), [(Scaling.BLOCK, 200), (Scaling.CHANNEL, 6), (Scaling.TENSOR, 200)])
+def test_chunks_that_cut_blocks_and_scales_that_travel_first(work, scaling, num_rows):
+    x = matrix(num_rows, 300, torch.bfloat16)
+    grid = Grid(rows=num_rows, columns=300, scaling=scaling)
+
+    def chunks(here: torch.Tensor):
+        yield chunk(scales_of(grid))
+        cuts = ((0, num_rows // 4), (num_rows // 4, num_rows)), ((0, 128), (128, 300))
+        for rows, columns in itertools.product(*cuts):
+            yield chunk(conversion(here, Op.QUANTIZE, rows, columns), align=1)
+
+    assert_equal(both(work, x, scaling, chunks))
+
+
+def test_blocks_of_several_holders(work):
+    x = matrix(400, 160, torch.bfloat16)
+    grid = Grid(rows=400, columns=160)
+
+    def chunks(here: torch.Tensor):
+        yield chunk(conversion(here, Op.QUANTIZE, (100, 390), (0, 160)), scales_of(grid))
+
+    found = both(work, x, Scaling.BLOCK, chunks, [(100, 390)], others=lambda mine: mine * np.float32(1.5))
+    assert len(found[0][0]) == 4
+    assert_equal(found)
+
+
+def test_a_new_version_forgets_the_old_magnitudes(work):
+    x = matrix(300, 128, torch.bfloat16).to(work.device)
+    converter = GpuConverter(work, [held(x, Scaling.BLOCK, [(0, 200), (200, 300)])])
+    described = chunk(conversion(x, Op.QUANTIZE, (0, 200), (0, 128)), conversion(x, Op.QUANTIZE, (200, 300), (0, 128)))
+    for _ in range(2):
+        converter.find_amax(0)
+        converter.agree(0, converter.amax(converter.cut[0]))
+        found = image_on(work, converter, described)
+        x.mul_(0.25)
+    again = GpuConverter(work, [held(x, Scaling.BLOCK, [(0, 300)])])
+    x.mul_(4.0)
+    again.find_amax(0)
+    whole = chunk(conversion(x, Op.QUANTIZE, (0, 300), (0, 128)))
+    assert np.array_equal(found[: 300 * 128], image_on(work, again, whole)[: 300 * 128])
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered")  # the interpreter's
+@pytest.mark.parametrize("rows", [(0, 130), (5, 100)])
+def test_what_is_not_finite_names_the_tensor(work, rows):
+    x = matrix(130, 200, torch.bfloat16)
+    x[6, 7], x[7, 199], x[8, 5] = math.nan, math.inf, -math.inf
+    x = x.to(work.device)
+    converter = GpuConverter(work, [held(x, Scaling.BLOCK, [(0, 130)], "model.q")])
+    converter.find_amax(0)
+    with pytest.raises(CodecError, match=r"`model\.q` has 3 elements that are not finite"):
+        image_on(work, converter, chunk(conversion(x, Op.QUANTIZE, rows, (0, 200))))
+    x[6:9] = 1.0
+    image_on(work, converter, chunk(conversion(x, Op.QUANTIZE, rows, (0, 200))))
+
+
+def test_what_is_not_finite_may_be_allowed(work):
+    x = matrix(130, 200, torch.bfloat16)
+    x[6, 7], x[7, 199], x[8, 5] = math.nan, math.inf, -math.inf
+    grid = Grid(rows=130, columns=200)
+    whole = ((0, 130), (0, 200))
+    make = lambda here: [chunk(conversion(here, Op.QUANTIZE, *whole), scales_of(grid))]  # noqa: E731
+    assert_equal(both(work, x, Scaling.BLOCK, make, allow_nonfinite=True))
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered in cast")  # the interpreter's; infinite is what is wanted
+@pytest.mark.parametrize(("src", "dst"), [(torch.float32, "bf16"), (torch.bfloat16, "fp32"), (torch.float32, "fp16")])
+def test_casts(work, src, dst):
+    x = matrix(140, 150, src)
+    x[3, 4], x[5, 6] = math.inf, 0.0
+    if src == torch.float32 and dst == "bf16":
+        x[7, 8] = -math.nan
+    cast = lambda here: [chunk(conversion(here, Op.CAST, (1, 139), (2, 150), dst))]  # noqa: E731
+    assert_equal(both(work, x, Scaling.BLOCK, cast, allow_nonfinite=True))
+
+
+def test_every_bf16_number_has_its_code(work):
+    bits = torch.arange(1 << 16, dtype=torch.int32).to(torch.uint16).view(torch.bfloat16).view(512, 128)
+    x = torch.where(bits.isfinite() & (bits.abs() <= 448), bits, 0.0)
+    x[:, 0] = 448.0
+    codes = np.zeros(x.shape, dtype=np.uint8)
+    box = held(x, Scaling.BLOCK, [(0, 512)]).boxes[0]
+    grid = Grid(rows=512, columns=128)
+    fp8.quantize(box, grid, np.ones(grid.shape, dtype=np.float32), codes.ctypes.data, 128)
+    there = x.to(work.device)
+    converter = GpuConverter(work, [held(there, Scaling.BLOCK, [(0, 512)])])
+    for shift in (0, 3):
+        described = chunk(conversion(there, Op.QUANTIZE, (0, 512), (0, 128)))
+        assert np.array_equal(image_on(work, converter, described, shift)[: codes.size].reshape(codes.shape), codes)
+
+
+def test_the_interpreter_runs_the_arithmetic_of_gpus_without_fp8(work):
+    assert fp8_kernels.has_fp8_cast(work.device) == (work.device.type == "cuda")
