@@ -207,9 +207,7 @@ def main() -> None:
     options = parser.parse_args()
     if options.tensors is not None:
         precision = "fp8" if options.fp8 else "bf16"
-        one = Case(
-            tensors=options.tensors, precision=precision, trainers=options.trainers, engines=options.engines
-        )
+        one = Case(tensors=options.tensors, precision=precision, trainers=options.trainers, engines=options.engines)
         cases = [one]
     else:
         cases = [

@@ -149,7 +149,7 @@ class Plan:
         """Of every shard that is quantised: how many blocks it touches, and how many of them it holds whole."""
         shards = self.quantized_shards
         tensor = self.trainer.tensor_of[shards]
-        sides = self.recipe.block_sides(self.trainer.tensors)[:, : self.trainer.num_dims][tensor]
+        sides = self.recipe.block_sides(self.trainer)[tensor]
         return cut_blocks(self.trainer.lo[shards], self.trainer.extent[shards], self.trainer.shapes[tensor], sides)
 
     @cached_property

@@ -164,7 +164,7 @@ def with_scales(trainer: Layout, recipe: Recipe) -> Layout:
             shape = scale_shape(tensor.shape, recipe.scaling.get(tensor.name, Scaling.BLOCK))
             scales.append(Tensor(name=scale_name(tensor.name), dtype="fp32", shape=shape))
     rows = np.flatnonzero(number[trainer.tensor_of] >= 0)
-    sides = recipe.block_sides(trainer.tensors)[:, : trainer.num_dims][trainer.tensor_of[rows]]
+    sides = recipe.block_sides(trainer)[trainer.tensor_of[rows]]
     lo = -(-trainer.lo[rows] // sides)
     extent = -(-(trainer.lo[rows] + trainer.extent[rows]) // sides) - lo
     held = (extent > 0).all(axis=1)

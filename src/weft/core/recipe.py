@@ -37,7 +37,7 @@ from weft.core.layout import (
     is_rank,
     shape_column,
 )
-from weft.core.scaling import Scaling, block_sides
+from weft.core.scaling import Scaling, block_sides_of
 from weft.errors import ConfigError, LayoutError
 
 
@@ -115,10 +115,21 @@ class Recipe:
         """Extents in source dimension order."""
         return to_source_dims(self.extent, self.axes)
 
-    def block_sides(self, tensors: Sequence[Tensor]) -> Ints:
-        """Sides of the blocks of source tensors that share a scale, one row for each tensor."""
-        sides = [block_sides(tensor.shape, self.scaling.get(tensor.name, Scaling.BLOCK)) for tensor in tensors]
-        return shape_column(sides, max([self.extent.shape[1], *map(len, sides)]))
+    def scaling_numbers(self, layout: Layout) -> NDArray[np.int64]:
+        """For each tensor of a layout: which of its elements share a scale, as a number in the order of `Scaling`."""
+        numbers = np.zeros(len(layout.tensors), dtype=np.int64)
+        if self.scaling:
+            kinds = {kind: number for number, kind in enumerate(Scaling)}
+            numbers[:] = [kinds[self.scaling.get(tensor.name, Scaling.BLOCK)] for tensor in layout.tensors]
+        return numbers
+
+    def block_sides(self, layout: Layout) -> Ints:
+        """Sides of the blocks of a layout's tensors that share a scale, one row for each tensor."""
+        return block_sides_of(layout.shapes, layout.tensor_dims, self.scaling_numbers(layout))
+
+    def with_scaling(self, scaling: Mapping[str, Scaling]) -> Recipe:
+        """The same, where elements of some sources share scales in another way than 128×128 blocks."""
+        return replace(self, scaling=_checked_scaling(self, scaling))
 
     def check_cover(self) -> None:
         """Raise unless the pieces tile every engine tensor exactly."""
@@ -203,7 +214,7 @@ class Recipe:
         for (tensor, made_of), ranks in same.items():
             builder.add(tensor, (starts + np.array(ranks)).ravel(), made_of)
         recipe = builder.build(num_ranks=num_ranks * num_replicas)
-        return replace(recipe, scaling=_checked_scaling(recipe, scaling or {}))
+        return recipe.with_scaling(scaling or {})
 
 
 def ignored_tensors(trainer: Layout, ignore: Sequence[str]) -> tuple[str, ...]:
@@ -465,7 +476,7 @@ def _shape_problems(recipe: Recipe, trainer: Layout, pieces: Ints, tensor_of: In
     num_dims = max(recipe.extent.shape[1], trainer.num_dims)
     shapes = pad_dims(trainer.shapes, num_dims, 1)[tensor_of]
     in_blocks = (recipe.op[pieces] == Op.SCALE)[:, None]
-    sides = pad_dims(recipe.block_sides(trainer.tensors), num_dims, 1)[tensor_of]
+    sides = pad_dims(recipe.block_sides(trainer), num_dims, 1)[tensor_of]
     limit = np.where(in_blocks, -(-shapes // sides), shapes)
     end = pad_dims(recipe.src_lo[pieces] + recipe.src_extent[pieces], num_dims, 1)
     seen = set()
@@ -490,8 +501,7 @@ def _other_dims(recipe: Recipe, trainer: Layout, pieces: Ints, tensor_of: Ints) 
     """Pieces that read their source with more or fewer coordinates than it has."""
     if recipe.src_dims is None:
         return np.zeros(0, dtype=np.int64)
-    num_dims = np.array([len(tensor.shape) for tensor in trainer.tensors], dtype=np.int8)
-    return np.flatnonzero(recipe.src_dims[pieces] != num_dims[tensor_of])
+    return np.flatnonzero(recipe.src_dims[pieces] != trainer.tensor_dims[tensor_of])
 
 
 def _scale_problems(recipe: Recipe) -> Iterator[str]:
@@ -531,7 +541,7 @@ def _dtype_problems(recipe: Recipe, trainer: Layout, pieces: Ints, tensor_of: In
             seen.add(source.name)
             how = Op(int(op[i])).name.lower()
             yield f"dtype: {source.name} is {source.dtype}, {dst.name} is {dst.dtype}, and the piece is a {how}"
-    is_matrix = np.array([len(tensor.shape) == 2 for tensor in trainer.tensors], dtype=bool)[tensor_of]
+    is_matrix = (trainer.tensor_dims == 2)[tensor_of]
     quantized = (op == Op.QUANTIZE) | (op == Op.SCALE)
     for number in np.unique(tensor_of[quantized & ~is_matrix]):
         tensor = trainer.tensors[number]

@@ -52,7 +52,7 @@ class RowBoxes:
         trainer, engine = plan.trainer, plan.recipe.engine
         shard, dst, axes = plan.shard, plan.dst, plan.recipe.axes[plan.piece]
         tensor = trainer.tensor_of[shard]
-        num_dims = np.array([len(tensor.shape) for tensor in trainer.tensors], dtype=np.int64)[tensor]
+        num_dims = trainer.tensor_dims[tensor]
         op = plan.recipe.op[plan.piece].astype(np.int64)
         lo, strides = plan.src_lo.astype(np.int64), trainer.strides[shard].astype(np.int64)
         dst_lo, walked = plan.dst_lo.astype(np.int64), engine.strides[dst].astype(np.int64)

@@ -1,4 +1,4 @@
-"""Everything that travels on the control plane. Version 6.
+"""Everything that travels on the control plane. Version 7.
 
     member → controller   Join, Opened, Blocked, Want, Amax, Written, Stopped, At, Paused, Ready, Failed, Committed,
                           Beat, Leave
@@ -17,30 +17,18 @@ import numpy as np
 
 from weft.config import TransferSettings
 from weft.core.carriage import Carriage
+from weft.runtime.control.held import HeldColumns
 from weft.transport.base import Column, Descriptor, Endpoint
 from weft.transport.host import ProcessIdentity
 from weft.transport.registry import Place
 
-PROTOCOL = 6
+PROTOCOL = 7
 STEPS_AHEAD = 2
 """How many steps an engine rank may go on while the ranks of its engine agree on a boundary."""
 
 
 class _Message(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True, kw_only=True):
     """Base of all messages."""
-
-
-class HeldShard(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """One shard of a member."""
-
-    name: str
-    aliases: tuple[str, ...] = ()
-    """Other names of the same memory (tied weights)."""
-    dtype: str
-    shape: tuple[int, ...]
-    lo: tuple[int, ...]
-    extent: tuple[int, ...]
-    strides: tuple[int, ...]
 
 
 class Writer(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -66,7 +54,7 @@ class Join(_Message, frozen=True):
 
     side: Literal["trainer", "engine"]
     rank: int
-    held: list[HeldShard]
+    held: HeldColumns
     place: Place
     process: ProcessIdentity
     age_s: float
