@@ -5,7 +5,7 @@ Blocks are cut into tiles of at most 128×128, one program each; their tables st
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,9 +14,10 @@ import triton
 import triton.language as tl
 from numpy.typing import NDArray
 
-from weft.codec.conversion import DTYPES, BlockSpread, ChunkFill, Conversion, HeldGrid
+from weft.codec.conversion import DTYPES, ChunkFill, Conversion
 from weft.codec.fp8 import Grid
 from weft.codec.fp8_kernels import QuantizeTiles, load_rows, quantize
+from weft.codec.grids import BlockSpread, HeldGrids
 from weft.codec.memory import Floats
 from weft.core.layout import DTYPE_BYTES
 from weft.core.planes import Planes
@@ -156,7 +157,7 @@ class _ScaleTable:
 class GpuConverter:
     """Conversions of one GPU's memory, on a stream of their own."""
 
-    def __init__(self, device: str, grids: Sequence[HeldGrid], *, allow_nonfinite: bool = False) -> None:
+    def __init__(self, device: str, grids: HeldGrids, *, allow_nonfinite: bool = False) -> None:
         self._grids, self._allow_nonfinite = grids, allow_nonfinite
         self._device = torch.device(device)
         self._work = GpuWork(self._device.index or 0)

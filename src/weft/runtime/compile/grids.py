@@ -8,20 +8,18 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from weft.codec.conversion import HeldGrid
-from weft.codec.fp8 import Box, Grid
+from weft.codec.fp8 import Grid
+from weft.codec.grids import SCALINGS, GridBoxes, HeldGrids
 from weft.core.boxes import Ints
 from weft.core.exchange import ScaleGroups
-from weft.core.layout import DTYPE_BYTES
 from weft.core.plan import Plan
 from weft.core.recipe import Op
 from weft.core.scaling import Scaling
+from weft.errors import ProtocolError
 from weft.runtime.compile.columns import expand, squeeze
-from weft.runtime.weights import Held
+from weft.runtime.weights import Weights
 
 Int64s = NDArray[np.int64]
-SCALINGS = tuple(Scaling)
-"""Kinds of scales by their number in tables."""
 _Rect = tuple[tuple[int, int], tuple[int, int]]
 """First row and column, and those behind the last."""
 
@@ -36,31 +34,41 @@ def grid_of(plan: Plan, tensor: int) -> Grid:
 def trainer_grids(plan: Plan, groups: ScaleGroups, trainer: int, shard_number: Int64s) -> TrainerGrids:
     """The matrices one trainer quantises parts of, with the boxes it must look at.
 
-    `shard_number`: see `held_numbers`.
+    `shard_number`: of every row of the trainer layout the number of the shard it is held as; -1: it is not.
     """
     layout = plan.trainer
     shards = np.flatnonzero((shard_number >= 0) & (groups.group[layout.tensor_of] >= 0))
-    shards = shards[np.lexsort((layout.tensor_of[shards], groups.group[layout.tensor_of[shards]]))]
-    is_sole = layout.groups.sizes[layout.group_of[shards]] == 1
-    sent = {} if is_sole.all() else _sent_boxes(plan, trainer)
-    tensors = np.unique(layout.tensor_of[shards])
+    tensor = layout.tensor_of[shards]
+    tensors = np.unique(tensor)
     tensors = tensors[np.lexsort((tensors, groups.group[tensors]))]
-    number = {int(tensor): i for i, tensor in enumerate(tensors)}
+    number = np.full(len(layout.tensors), -1, dtype=np.int64)
+    number[tensors] = np.arange(len(tensors))
+    is_sole = layout.groups.sizes[layout.group_of[shards]] == 1
+    mine = shards[is_sole]
+    names = number[layout.tensor_of[mine]], shard_number[mine]
+    whole = np.concatenate([np.stack(names, axis=1), layout.lo[mine, :2], layout.extent[mine, :2]], axis=1)
+    shared = _shared_boxes(plan, trainer, shards[~is_sole], number, shard_number)
+    boxes = np.concatenate([whole, shared]) if len(shared) else whole
+    return TrainerGrids(plan, groups, tensors, boxes[np.argsort(boxes[:, 0], kind="stable")])
+
+
+def _shared_boxes(plan: Plan, trainer: int, shards: Ints, number: Int64s, shard_number: Int64s) -> Int64s:
+    """Boxes of shards that others hold too."""
+    layout = plan.trainer
+    sent = _sent_boxes(plan, trainer) if len(shards) else {}
     boxes: list[tuple[int, ...]] = []
-    columns = (shards, layout.tensor_of[shards], layout.lo[shards], layout.extent[shards], is_sole)
-    for shard, tensor, lo, extent, alone in zip(*(column.tolist() for column in columns), strict=True):
-        mine = _rect(lo, extent)
-        rects = [mine] if alone else _needed(grid_of(plan, tensor), mine, sent.get(tensor, []))
-        for first, last in rects:
-            rows, columns_ = last[0] - first[0], last[1] - first[1]
-            boxes.append((number[tensor], int(shard_number[shard]), *first, rows, columns_))
-    return TrainerGrids(plan, groups, tensors, boxes)
+    columns = (shards, layout.tensor_of[shards], layout.lo[shards], layout.extent[shards])
+    for shard, tensor, lo, extent in zip(*(column.tolist() for column in columns), strict=True):
+        for first, last in _needed(grid_of(plan, tensor), _rect(lo, extent), sent.get(tensor, [])):
+            rows, across = last[0] - first[0], last[1] - first[1]
+            boxes.append((int(number[tensor]), int(shard_number[shard]), *first, rows, across))
+    return np.array(boxes, dtype=np.int64).reshape(-1, 6)
 
 
 class TrainerGrids:
     """The quantised matrices of one trainer."""
 
-    def __init__(self, plan: Plan, groups: ScaleGroups, tensors: Ints, boxes: list[tuple[int, ...]]) -> None:
+    def __init__(self, plan: Plan, groups: ScaleGroups, tensors: Ints, boxes: Int64s) -> None:
         self.tensors = tensors
         """Numbers of trainer tensors, sorted by group."""
         self.groups = frozenset(groups.group[tensors].tolist())
@@ -71,57 +79,46 @@ class TrainerGrids:
         """As they travel; empty where there are none."""
         if not len(self.tensors):
             return b""
-        grids = [grid_of(self._plan, tensor) for tensor in self.tensors.tolist()]
-        return squeeze(
-            {
-                "grids": np.array(
-                    [
-                        (grid.rows, grid.columns, SCALINGS.index(grid.scaling), group, self._all.first_key[tensor])
-                        for grid, group, tensor in zip(
-                            grids, self._all.group[self.tensors].tolist(), self.tensors.tolist(), strict=True
-                        )
-                    ],
-                    dtype=np.int64,
-                ),
-                "boxes": np.array(self._boxes, dtype=np.int64).reshape(-1, 6),
-            }
-        )
+        trainer, tensors = self._plan.trainer, self.tensors
+        scaling = self._plan.recipe.scaling_numbers(trainer)[tensors]
+        numbers = (scaling, self._all.group[tensors], self._all.first_key[tensors])
+        grids = np.concatenate([trainer.shapes[tensors, :2], np.stack(numbers, axis=1)], axis=1)
+        return squeeze({"grids": grids, "boxes": self._boxes})
 
 
-def held_grids(data: bytes, held: Sequence[Held]) -> list[HeldGrid]:
-    """The matrices a trainer quantises, as it works on them: in the memory it holds."""
+def held_grids(data: bytes, weights: Weights) -> HeldGrids:
+    """The matrices a trainer quantises, as it works on them: in the memory it holds. Raises ProtocolError."""
     if not data:
-        return []
+        return HeldGrids()
     tables = expand(data, ("grids", "boxes"))
-    boxes: list[list[Box]] = [[] for _ in range(len(tables["grids"]))]
-    names = [""] * len(boxes)
-    for number, shard, row, column, rows, columns in tables["boxes"].tolist():
-        mine = held[shard]
-        size = DTYPE_BYTES[mine.tensor.dtype]
-        offset = (row - mine.lo[0]) * mine.strides[0] + (column - mine.lo[1]) * mine.strides[1]
-        names[number] = mine.tensor.name
-        boxes[number].append(
-            Box(
-                address=mine.address + offset * size,
-                stride=mine.strides[0] * size,
-                width=size,
-                first=(row, column),
-                rows=rows,
-                columns=columns,
-            )
-        )
-    return [
-        HeldGrid(
-            name=name,
-            grid=Grid(rows=rows, columns=columns, scaling=SCALINGS[scaling]),
-            group=group,
-            first_key=first_key,
-            boxes=tuple(found),
-        )
-        for (rows, columns, scaling, group, first_key), found, name in zip(
-            tables["grids"].tolist(), boxes, names, strict=True
-        )
-    ]
+    grids, boxes, held = tables["grids"], tables["boxes"], weights.table
+    fits = grids.ndim == 2 and boxes.ndim == 2 and grids.shape[1:] == (5,) and boxes.shape[1:] == (6,)
+    limits = ((boxes[:, 0], len(grids)), (boxes[:, 1], len(held)), (grids[:, 2], len(SCALINGS))) if fits else ()
+    if not fits or not all(((column >= 0) & (column < most)).all() for column, most in limits):
+        raise ProtocolError("a table of quantised matrices does not fit together")
+    grid, shard, first, extent = boxes[:, 0], boxes[:, 1], boxes[:, 2:4], boxes[:, 4:]
+    lo, strides, width = held.lo[shard], held.strides[shard], held.itemsize[shard]
+    inside = (held.num_dims[shard] == 2) & (np.diff(grid, prepend=0) >= 0) & (extent > 0).all(axis=1)
+    inside &= ((first >= lo[:, :2]) & (first + extent <= lo[:, :2] + held.extent[shard, :2])).all(axis=1)
+    if not inside.all():
+        raise ProtocolError(f"`{held.names[shard[np.argmin(inside)]]}`: quantised outside of what is held")
+    names = np.zeros(len(grids), dtype=np.int64)
+    names[grid] = shard
+    return HeldGrids(
+        names=[held.names[number] for number in names.tolist()],
+        size=grids[:, :2],
+        scaling=grids[:, 2],
+        group=grids[:, 3],
+        first_key=grids[:, 4],
+        boxes=GridBoxes(
+            grid=grid,
+            address=weights.addresses[shard] + ((first - lo[:, :2]) * strides[:, :2]).sum(axis=1) * width,
+            stride=strides[:, 0] * width,
+            width=width,
+            first=first,
+            extent=extent,
+        ),
+    )
 
 
 def _sent_boxes(plan: Plan, trainer: int) -> dict[int, list[_Rect]]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields
 import numpy as np
 from numpy.typing import NDArray
 
-from weft.codec.conversion import DTYPES
+from weft.codec.conversion import DTYPE_WIDTHS, DTYPES
 from weft.core.boxes import row_major_strides
 from weft.core.fingerprint import distinct_rows
 from weft.core.layout import Layout
@@ -22,8 +22,6 @@ from weft.errors import ProtocolError
 from weft.runtime.compile.columns import expand, squeeze
 
 Int64s = NDArray[np.int64]
-_WIDTH = np.array([4, 2, 2, 1], dtype=np.int64)
-"""Bytes of an element, by number of its dtype."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,12 +62,12 @@ class LinkBoxes:
     @property
     def src_width(self) -> Int64s:
         """Bytes of an element of each box, on the trainer."""
-        return _WIDTH[self.what[self.kind, 1]]
+        return DTYPE_WIDTHS[self.what[self.kind, 1]]
 
     @property
     def width(self) -> Int64s:
         """Bytes of an element of each box, on the engine."""
-        return _WIDTH[self.what[self.kind, 2]]
+        return DTYPE_WIDTHS[self.what[self.kind, 2]]
 
     @property
     def compact(self) -> Int64s:

@@ -110,6 +110,8 @@ class Matched:
     """A shard of its source among those of trainers; -1: no trainer has it."""
     is_scale: Bools
     """Whether it holds scales of its source."""
+    has_scales: Bools
+    """Whether it is quantised, and its scales are taken as well."""
 
     @classmethod
     def of(cls, holding: Side, taking: Side) -> Matched:
@@ -129,7 +131,8 @@ class Matched:
             sources=tuple(number),
             source=source,
             row=_looked_up(number, rows)[source],
-            is_scale=(_looked_up(taking.names, dict.fromkeys(scales, 1)) > 0)[taking.name],
+            is_scale=_is_among(taking, set(scales)),
+            has_scales=_is_among(taking, set(scales.values())),
         )
         scaled = {source_of[weight] for weight in scales}
         matched._check_quantized(quantized, unscaled={name for name in quantized if source_of[name] not in scaled})
@@ -173,14 +176,14 @@ class Matched:
 
     @property
     def op(self) -> Int64s:
-        """How each engine tensor is made. What is missing is copied: it is reported with everything else that is."""
+        """How each engine tensor is made. What is missing is reported with everything else that is."""
         holding, taking = self.holding, self.taking
         known = {dtype: number for number, dtype in enumerate((*holding.held.dtypes, *taking.held.dtypes))}
         mine, theirs = (
             np.array([known[dtype] for dtype in side.held.dtypes] or [0], dtype=np.int64)[side.held.dtype]
             for side in (taking, holding)
         )
-        is_same = (self.row < 0) | (mine == (theirs[self.row] if len(theirs) else 0))
+        is_same = np.where(self.row < 0, ~self.has_scales, mine == np.append(theirs, -1)[self.row])
         changed = np.where(_is_dtype(taking, FP8), Op.QUANTIZE, Op.CAST)
         return np.where(self.is_scale, Op.SCALE, np.where(is_same, Op.COPY, changed)).astype(np.int64)
 
@@ -257,6 +260,11 @@ def _equal_names(taking: Side, rows: Mapping[str, int]) -> dict[str, str]:
 def _looked_up(names: Collection[str], numbers: Mapping[str, int]) -> Int64s:
     """The number of each name; -1 where it has none."""
     return np.fromiter(map(numbers.get, names, repeat(-1)), dtype=np.int64, count=len(names))
+
+
+def _is_among(side: Side, names: Container[str]) -> Bools:
+    """Whether each shard has one of these names."""
+    return np.fromiter(map(names.__contains__, side.names), dtype=bool, count=len(side.names))[side.name]
 
 
 def _first_rows(name: Int64s, row: Int64s, chosen: Bools) -> Iterator[tuple[int, int]]:

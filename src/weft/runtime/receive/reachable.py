@@ -72,7 +72,7 @@ class ReachableMemory:
         """What trainers need to know, in a round of opening."""
         own = self.patches or self.landing
         if own is None:
-            live = np.array([held.address for held in self.weights.held], dtype=np.uint64)
+            live = self.weights.addresses.astype(np.uint64)
             window = [] if self.window is None else [(self.window.address, self.window.num_bytes)]
             return Opened(
                 round=number,
