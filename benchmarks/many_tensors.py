@@ -61,17 +61,24 @@ def contents(number: int, version: int) -> float:
     return float(number % 64 + version + 1)
 
 
+def fill(arrays: dict[str, Any], version: int) -> None:
+    """Make the tensors those of a version."""
+    for number, array in enumerate(arrays.values()):
+        array[...] = contents(number, version)
+
+
 def trainer(pipe: Connection, case: Case, rank: int) -> None:
     """Hold a part of every tensor, publish when told to."""
     share = ROWS // case.trainers
     arrays = {name: np.zeros((share, COLUMNS), dtype=ml_dtypes.bfloat16) for name in names(case)}
+    fill(arrays, 0)
     part = Part(shape=(ROWS, COLUMNS), lo=(rank * share, 0))
     pipe.send("ready")
     weights = Weights.from_arrays(arrays, parts=dict.fromkeys(arrays, part))
     with Sender(pipe.recv(), rank=rank, weights=weights, timeout_s=WAIT_S) as sender:
         while (version := pipe.recv()) is not None:
-            for number, array in enumerate(arrays.values()):
-                array[...] = contents(number, version)
+            if version > 0:
+                fill(arrays, version)
             pipe.send("ready")
             pipe.recv()
             sender.publish(version=version).wait_committed(WAIT_S)

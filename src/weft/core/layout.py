@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import chain
 from math import prod
 
 import numpy as np
@@ -359,8 +360,11 @@ def shape_column(shapes: Sequence[tuple[int, ...]], num_dims: int) -> Ints:
 
 def coordinate_column(values: Sequence[tuple[int, ...]], num_dims: int, *, fill: int) -> Ints:
     """Tuples of coordinates as an (n, num_dims) column, `fill` in the trailing dimensions."""
-    padding = (fill,) * num_dims
-    return np.array([(*value, *padding)[:num_dims] for value in values], dtype=np.int64).reshape(-1, num_dims)
+    found = np.full((len(values), num_dims), fill, dtype=np.int64)
+    lengths = np.fromiter(map(len, values), dtype=np.int64, count=len(values))
+    flat = np.fromiter(chain.from_iterable(values), dtype=np.int64, count=int(lengths.sum()))
+    found[np.arange(num_dims) < lengths[:, None]] = flat
+    return found
 
 
 def check_tensors(tensors: Sequence[Tensor]) -> None:

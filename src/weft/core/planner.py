@@ -23,7 +23,7 @@ from weft.core.layout import Layout, Tensor
 from weft.core.plan import Plan, piece_sources, route_boxes, scale_name
 from weft.core.proof import prove
 from weft.core.recipe import Op, Recipe, ignored_tensors, to_destination_dims, to_source_dims, widen
-from weft.core.scaling import QUANT_BLOCK, Scaling, scale_shape
+from weft.core.scaling import QUANT_BLOCK
 from weft.core.topology import Topology
 from weft.errors import ConfigError, LayoutError, PlanError
 
@@ -156,15 +156,17 @@ def with_scales(trainer: Layout, recipe: Recipe) -> Layout:
     if taken:
         problems = tuple(f"{scale_name(name)}: weft's own name of the scales of {name}" for name in taken)
         raise LayoutError("trainer tensors have names of weft's own", problems=problems, hint="give them other names")
+    scaled = np.flatnonzero(np.fromiter((tensor.name in wanted for tensor in trainer.tensors), dtype=bool))
     number = np.full(len(trainer.tensors), -1, dtype=np.int32)
-    scales: list[Tensor] = []
-    for i, tensor in enumerate(trainer.tensors):
-        if tensor.name in wanted:
-            number[i] = len(trainer.tensors) + len(scales)
-            shape = scale_shape(tensor.shape, recipe.scaling.get(tensor.name, Scaling.BLOCK))
-            scales.append(Tensor(name=scale_name(tensor.name), dtype="fp32", shape=shape))
+    number[scaled] = len(trainer.tensors) + np.arange(len(scaled))
+    block_sides = recipe.block_sides(trainer)
+    columns = (scaled, trainer.tensor_dims[scaled], -(-trainer.shapes[scaled] // block_sides[scaled]))
+    scales = [
+        Tensor(name=scale_name(trainer.tensors[i].name), dtype="fp32", shape=tuple(shape[:num_dims]))
+        for i, num_dims, shape in zip(*(column.tolist() for column in columns), strict=True)
+    ]
     rows = np.flatnonzero(number[trainer.tensor_of] >= 0)
-    sides = recipe.block_sides(trainer)[trainer.tensor_of[rows]]
+    sides = block_sides[trainer.tensor_of[rows]]
     lo = -(-trainer.lo[rows] // sides)
     extent = -(-(trainer.lo[rows] + trainer.extent[rows]) // sides) - lo
     held = (extent > 0).all(axis=1)

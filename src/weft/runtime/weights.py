@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from operator import mul
 from typing import Any
 
 import numpy as np
@@ -57,7 +58,7 @@ class Held:
         """Bytes from the first to the last element, gaps included."""
         if 0 in self.extent:
             return 0
-        reach = sum((n - 1) * stride for n, stride in zip(self.extent, self.strides, strict=True))
+        reach = sum(map(mul, self.extent, self.strides)) - sum(self.strides)
         return (reach + 1) * DTYPE_BYTES[self.tensor.dtype]
 
 
@@ -138,7 +139,7 @@ class _ArrayKinds:
             lo=lo,
             extent=array.shape,
             strides=strides,
-            address=array.__array_interface__["data"][0],
+            address=array.ctypes.data,
         )
 
 
