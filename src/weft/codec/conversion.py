@@ -31,7 +31,7 @@ from weft.devices import CPU
 from weft.errors import CodecError
 
 Int64s = NDArray[np.int64]
-DTYPES = ("fp32", "bf16", "fp16", "fp8_e4m3")
+DTYPES = tuple(DTYPE_BYTES)
 """Numbers of dtypes in tables."""
 DTYPE_WIDTHS = np.array([DTYPE_BYTES[dtype] for dtype in DTYPES], dtype=np.int64)
 """Bytes of an element, by number of its dtype."""

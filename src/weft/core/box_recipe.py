@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from weft.core.boxes import Ints, pad_dims, row_major_strides
 from weft.core.fingerprint import by_appearance, distinct_rows
-from weft.core.layout import Layout, Tensor, group_ranks
+from weft.core.layout import Layout, Tensor, group_ranks, tensors_of
 from weft.core.recipe import Op, Piece, Recipe
 from weft.core.scaling import Scaling
 from weft.errors import LayoutError
@@ -66,11 +66,8 @@ class TakenBoxes:
 
     def tensors(self, rows: Ints) -> tuple[Tensor, ...]:
         """Many of them."""
-        columns = (self.name[rows], self.dtype[rows], self.num_dims[rows], self.extent[rows])
-        return tuple(
-            Tensor(name=self.names[name], dtype=self.dtypes[dtype], shape=tuple(extent[:dims]))
-            for name, dtype, dims, extent in zip(*(column.tolist() for column in columns), strict=True)
-        )
+        names = (self.names[number] for number in self.name[rows].tolist())
+        return tensors_of(names, self.dtypes, self.dtype[rows], self.num_dims[rows], self.extent[rows])
 
 
 def recipe_of_boxes(

@@ -181,9 +181,20 @@ class Layout:
         return np.array([len(tensor.shape) for tensor in self.tensors], dtype=np.int64)
 
     @cached_property
+    def numbers(self) -> dict[str, int]:
+        """Numbers of tensors by name; the last one, where several ranks have tensors of one name."""
+        return {tensor.name: number for number, tensor in enumerate(self.tensors)}
+
+    @cached_property
+    def dtype_of(self) -> NDArray[np.int64]:
+        """Number of each tensor's dtype, in the order of `DTYPE_BYTES`."""
+        number = {dtype: i for i, dtype in enumerate(DTYPE_BYTES)}
+        return np.fromiter((number[tensor.dtype] for tensor in self.tensors), np.int64, len(self.tensors))
+
+    @cached_property
     def itemsize(self) -> NDArray[np.int64]:
         """Bytes per element of each tensor."""
-        return np.array([DTYPE_BYTES[tensor.dtype] for tensor in self.tensors], dtype=np.int64)
+        return np.array(list(DTYPE_BYTES.values()), dtype=np.int64)[self.dtype_of]
 
     @cached_property
     def shard_bytes(self) -> NDArray[np.int64]:
@@ -351,6 +362,18 @@ class LayoutBuilder:
             groups=self.groups.build(),
             text=text,
         )
+
+
+def tensors_of(
+    names: Iterable[str], dtypes: Sequence[str], dtype: Ints, num_dims: Ints, shape: Ints
+) -> tuple[Tensor, ...]:
+    """Tensors from columns: numbers in `dtypes`, and shapes with trailing ones."""
+    kinds, number = distinct_rows(np.concatenate([dtype[:, None], num_dims[:, None], shape], axis=1))
+    described = [(dtypes[kind[0]], tuple(kind[2 : 2 + kind[1]])) for kind in kinds.tolist()]
+    return tuple(
+        Tensor(name=name, dtype=described[kind][0], shape=described[kind][1])
+        for name, kind in zip(names, number.tolist(), strict=True)
+    )
 
 
 def shape_column(shapes: Sequence[tuple[int, ...]], num_dims: int) -> Ints:

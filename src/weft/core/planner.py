@@ -19,7 +19,7 @@ from weft.config import Settings
 from weft.core import boxes
 from weft.core.assign import Demand, Policy, choose_senders
 from weft.core.boxes import Ints
-from weft.core.layout import Layout, Tensor
+from weft.core.layout import Layout, tensors_of
 from weft.core.plan import Plan, piece_sources, route_boxes, scale_name
 from weft.core.proof import prove
 from weft.core.recipe import Op, Recipe, ignored_tensors, to_destination_dims, to_source_dims, widen
@@ -151,8 +151,7 @@ def with_scales(trainer: Layout, recipe: Recipe) -> Layout:
     wanted = {recipe.sources[i] for i in np.unique(recipe.src[recipe.op == Op.SCALE])}
     if not wanted:
         return trainer
-    names = {tensor.name for tensor in trainer.tensors}
-    taken = sorted(name for name in wanted if scale_name(name) in names)
+    taken = sorted(name for name in wanted if scale_name(name) in trainer.numbers)
     if taken:
         problems = tuple(f"{scale_name(name)}: weft's own name of the scales of {name}" for name in taken)
         raise LayoutError("trainer tensors have names of weft's own", problems=problems, hint="give them other names")
@@ -160,11 +159,9 @@ def with_scales(trainer: Layout, recipe: Recipe) -> Layout:
     number = np.full(len(trainer.tensors), -1, dtype=np.int32)
     number[scaled] = len(trainer.tensors) + np.arange(len(scaled))
     block_sides = recipe.block_sides(trainer)
-    columns = (scaled, trainer.tensor_dims[scaled], -(-trainer.shapes[scaled] // block_sides[scaled]))
-    scales = [
-        Tensor(name=scale_name(trainer.tensors[i].name), dtype="fp32", shape=tuple(shape[:num_dims]))
-        for i, num_dims, shape in zip(*(column.tolist() for column in columns), strict=True)
-    ]
+    shapes = -(-trainer.shapes[scaled] // block_sides[scaled])
+    scale_names = (scale_name(trainer.tensors[i].name) for i in scaled.tolist())
+    scales = tensors_of(scale_names, ("fp32",), np.zeros_like(scaled), trainer.tensor_dims[scaled], shapes)
     rows = np.flatnonzero(number[trainer.tensor_of] >= 0)
     sides = block_sides[trainer.tensor_of[rows]]
     lo = -(-trainer.lo[rows] // sides)

@@ -20,6 +20,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import cached_property
+from itertools import repeat
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,6 +28,7 @@ from numpy.typing import NDArray
 from weft.core import boxes
 from weft.core.boxes import Ints, pad_dims
 from weft.core.layout import (
+    DTYPE_BYTES,
     MAX_RANKS,
     Layout,
     LayoutBuilder,
@@ -455,17 +457,17 @@ def to_destination_dims(values: Ints, axes: Ints, fill: int) -> Ints:
 
 
 def _source_problems(recipe: Recipe, trainer: Layout, ignore: frozenset[str]) -> Iterator[str]:
-    number = {tensor.name: i for i, tensor in enumerate(trainer.tensors)}
+    number = trainer.numbers
     for name in recipe.sources:
         if name not in number:
             yield f"missing: {name} (the engine needs it, no trainer rank has it)"
         elif name in ignore:
             yield f"ignored: {name} (it is to be left out, but the engine needs it)"
     used = frozenset(recipe.sources) | ignore
-    for tensor in trainer.tensors:
-        if tensor.name not in used:
-            yield f"unexpected: {tensor.name} (a trainer has it, no engine tensor uses it)"
-    source_of = np.array([*(number.get(name, -1) for name in recipe.sources), -1], dtype=np.int64)
+    for name in number:
+        if name not in used:
+            yield f"unexpected: {name} (a trainer has it, no engine tensor uses it)"
+    source_of = np.array([*map(number.get, recipe.sources, repeat(-1)), -1], dtype=np.int64)
     known = np.flatnonzero((recipe.src >= 0) & (source_of[recipe.src] >= 0))
     tensor_of = source_of[recipe.src[known]]
     yield from _shape_problems(recipe, trainer, known, tensor_of)
@@ -525,10 +527,8 @@ def _scale_problems(recipe: Recipe) -> Iterator[str]:
 
 def _dtype_problems(recipe: Recipe, trainer: Layout, pieces: Ints, tensor_of: Ints) -> Iterator[str]:
     """Pieces whose operation cannot give the destination's dtype, once per source tensor."""
-    names = sorted({tensor.dtype for tensor in (*trainer.tensors, *recipe.engine.tensors)} | {"fp8_e4m3", "fp32"})
-    fp8, fp32 = names.index("fp8_e4m3"), names.index("fp32")
-    src_dtype = np.array([names.index(tensor.dtype) for tensor in trainer.tensors], dtype=np.int64)[tensor_of]
-    dst_dtype = np.array([names.index(tensor.dtype) for tensor in recipe.engine.tensors])[recipe.dst[pieces]]
+    fp8, fp32 = (list(DTYPE_BYTES).index(name) for name in ("fp8_e4m3", "fp32"))
+    src_dtype, dst_dtype = trainer.dtype_of[tensor_of], recipe.engine.dtype_of[recipe.dst[pieces]]
     op = recipe.op[pieces]
     wrong = (op == Op.COPY) & (src_dtype != dst_dtype)
     wrong |= (op == Op.CAST) & ((dst_dtype == fp8) | (src_dtype == fp8))

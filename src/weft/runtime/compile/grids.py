@@ -126,10 +126,9 @@ def _sent_boxes(plan: Plan, trainer: int) -> dict[int, list[_Rect]]:
     rows = np.unique(np.searchsorted(plan.first, np.flatnonzero(plan.sender == trainer), side="right") - 1)
     op = plan.recipe.op[plan.piece[rows]]
     found: dict[int, list[_Rect]] = {}
-    number = {tensor.name: i for i, tensor in enumerate(plan.trainer.tensors)}
     for row in rows[(op == Op.QUANTIZE) | (op == Op.SCALE)].tolist():
         piece = plan.piece[row]
-        tensor = number[plan.recipe.sources[plan.recipe.src[piece]]]
+        tensor = plan.trainer.numbers[plan.recipe.sources[plan.recipe.src[piece]]]
         rect = _rect(plan.src_lo[row].tolist(), plan.src_extent[row].tolist())
         if plan.recipe.op[piece] == Op.SCALE:
             height, width = grid_of(plan, tensor).block

@@ -38,9 +38,22 @@ class LayoutRows:
         wanted = _boxes(self._name[rows], layout.lo[rows], layout.extent[rows], width)
         for name, shard in self._names(held):
             mine = _boxes(name, lo[shard], held.extent[shard], width)
-            at = _last_equal(mine, wanted)
+            at = self._last_named(name, mine, wanted)
+            others = np.flatnonzero(at < 0)
+            at[others] = _last_equal(mine, wanted[others])
             found[rows[at >= 0]] = shard[at[at >= 0]]
         return found
+
+    def _last_named(self, name: Int64s, table: Int64s, wanted: Int64s) -> Int64s:
+        """For every wanted row the last one of a table with its name, if it is equal; -1 otherwise.
+
+        Most members hold one shard of a tensor: nothing else has to be looked for.
+        """
+        last = np.full(len(self._number) + 1, -1, dtype=np.int64)  # the last entry is for names the layout has not
+        last[name] = np.arange(len(name))
+        at = last[wanted[:, 0]]
+        is_equal = (at >= 0) & (table[at] == wanted).all(axis=1) if len(table) else np.zeros(len(at), dtype=bool)
+        return np.where(is_equal, at, -1)
 
     def _names(self, held: HeldTable) -> Iterator[tuple[Int64s, Int64s]]:
         """Numbers of the names of shards, with the shards: aliases first, which count less."""
@@ -61,7 +74,7 @@ def _boxes(name: Int64s, lo: Ints, extent: Ints, width: int) -> Int64s:
 
 def _last_equal(table: Int64s, wanted: Int64s) -> Int64s:
     """For every wanted row the last equal one of a table; -1 where there is none."""
-    if not len(table):
+    if not len(table) or not len(wanted):
         return np.full(len(wanted), -1, dtype=np.int64)
     none = np.zeros(1, dtype=np.uint64)
     keys, wanted_keys = (mix(np.repeat(none, len(rows)), rows) for rows in (table, wanted))

@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 from weft.codec.conversion import DTYPE_WIDTHS, DTYPES
 from weft.core.boxes import row_major_strides
 from weft.core.fingerprint import distinct_rows
-from weft.core.layout import Layout
 from weft.core.plan import Plan
 from weft.core.recipe import Op
 from weft.core.row_boxes import RowBoxes
@@ -101,8 +100,8 @@ class PlanBoxes:
 
     def __init__(self, plan: Plan, rows: RowBoxes) -> None:
         self._plan, self.rows = plan, rows
-        src_dtype = dtype_numbers(plan.trainer)[plan.trainer.tensor_of[plan.shard]]
-        dst_dtype = dtype_numbers(plan.recipe.engine)[plan.recipe.engine.tensor_of[plan.dst]]
+        src_dtype = plan.trainer.dtype_of[plan.trainer.tensor_of[plan.shard]]
+        dst_dtype = plan.recipe.engine.dtype_of[plan.recipe.engine.tensor_of[plan.dst]]
         what = np.stack([rows.op, src_dtype, dst_dtype], axis=1)
         table = np.concatenate([rows.extent, rows.src_strides, rows.dst_strides, what], axis=1)
         self._kinds, self._kind = distinct_rows(table)
@@ -139,9 +138,3 @@ class PlanBoxes:
             group=rows.group[mine],
             place=np.argsort(np.argsort(rows.place[mine])),
         )
-
-
-def dtype_numbers(layout: Layout) -> Int64s:
-    """Numbers of the dtypes of a layout's tensors."""
-    number = {dtype: i for i, dtype in enumerate(DTYPES)}
-    return np.array([number[tensor.dtype] for tensor in layout.tensors], dtype=np.int64)

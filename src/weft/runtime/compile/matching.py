@@ -21,7 +21,7 @@ from weft.core.assign import Policy
 from weft.core.box_recipe import TakenBoxes, recipe_of_boxes
 from weft.core.boxes import pad_dims
 from weft.core.fingerprint import by_appearance
-from weft.core.layout import Layout, Tensor
+from weft.core.layout import Layout, tensors_of
 from weft.core.plan import Plan
 from weft.core.planner import make_plan
 from weft.core.recipe import Op, Recipe, ignored_tensors
@@ -296,13 +296,10 @@ def trainer_layout(trainers: Side, wanted: set[str], *, num_ranks: int, check: b
     row, name, names = _wanted_names(trainers, wanted)
     first, tensor_of = by_appearance(name)
     described = row[first]
-    columns = (name[first], held.dtype[described], held.num_dims[described], held.shape[described])
-    tensors = [
-        Tensor(name=names[number], dtype=held.dtypes[dtype], shape=tuple(shape[:dims]))
-        for number, dtype, dims, shape in zip(*(column.tolist() for column in columns), strict=True)
-    ]
+    tensor_names = (names[number] for number in name[first].tolist())
+    columns = (held.dtype[described], held.num_dims[described], held.shape[described])
     return Layout.from_boxes(
-        tensors,
+        tensors_of(tensor_names, held.dtypes, *columns),
         tensor_of=tensor_of,
         rank=trainers.rank[row],
         lo=held.lo[row],
