@@ -10,9 +10,10 @@ import pytest
 
 from tests.unit.test_plan import small_plan
 from weft.config import TransferSettings
+from weft.core.fingerprint import distinct_rows
 from weft.errors import ProtocolError
 from weft.runtime.compile.columns import expand, squeeze
-from weft.runtime.compile.link_boxes import LinkBoxes, PlanBoxes, distinct_rows
+from weft.runtime.compile.link_boxes import LinkBoxes, PlanBoxes
 from weft.runtime.compile.links import NUM_SLOTS, SMALLEST_SLOT, member_links
 
 

@@ -4,6 +4,7 @@ holders exchange them."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,7 +15,6 @@ from weft.core.boxes import Ints
 from weft.core.exchange import ScaleGroups
 from weft.core.plan import Plan
 from weft.core.recipe import Op
-from weft.core.scaling import Scaling
 from weft.errors import ProtocolError
 from weft.runtime.compile.columns import expand, squeeze
 from weft.runtime.weights import Weights
@@ -22,13 +22,6 @@ from weft.runtime.weights import Weights
 Int64s = NDArray[np.int64]
 _Rect = tuple[tuple[int, int], tuple[int, int]]
 """First row and column, and those behind the last."""
-
-
-def grid_of(plan: Plan, tensor: int) -> Grid:
-    """The blocks of a matrix."""
-    described = plan.trainer.tensors[tensor]
-    rows, columns = described.shape
-    return Grid(rows=rows, columns=columns, scaling=plan.recipe.scaling.get(described.name, Scaling.BLOCK))
 
 
 def trainer_grids(plan: Plan, groups: ScaleGroups, trainer: int, shard_number: Int64s) -> TrainerGrids:
@@ -53,16 +46,18 @@ def trainer_grids(plan: Plan, groups: ScaleGroups, trainer: int, shard_number: I
 
 
 def _shared_boxes(plan: Plan, trainer: int, shards: Ints, number: Int64s, shard_number: Int64s) -> Int64s:
-    """Boxes of shards that others hold too."""
-    layout = plan.trainer
+    """Boxes of shards that others hold too. What is needed of shards that are alike is found out once."""
+    layout, needed = plan.trainer, cache(_needed)
+    tensor = layout.tensor_of[shards]
     sent = _sent_boxes(plan, trainer) if len(shards) else {}
-    boxes: list[tuple[int, ...]] = []
-    columns = (shards, layout.tensor_of[shards], layout.lo[shards], layout.extent[shards])
-    for shard, tensor, lo, extent in zip(*(column.tolist() for column in columns), strict=True):
-        for first, last in _needed(grid_of(plan, tensor), _rect(lo, extent), sent.get(tensor, [])):
-            rows, across = last[0] - first[0], last[1] - first[1]
-            boxes.append((int(number[tensor]), int(shard_number[shard]), *first, rows, across))
-    return np.array(boxes, dtype=np.int64).reshape(-1, 6)
+    scaling = plan.recipe.scaling_numbers(layout)[tensor]
+    columns = (tensor, shard_number[shards], number[tensor], scaling, layout.shapes[tensor, :2])
+    boxes = (layout.lo[shards, :2], layout.extent[shards, :2])
+    found: list[tuple[int, ...]] = []
+    for of, shard, mine, kind, size, lo, extent in zip(*(c.tolist() for c in (*columns, *boxes)), strict=True):
+        for first, last in needed((*size, kind), _rect(lo, extent), tuple(sent.get(of, ()))):
+            found.append((mine, shard, *first, last[0] - first[0], last[1] - first[1]))
+    return np.array(found, dtype=np.int64).reshape(-1, 6)
 
 
 class TrainerGrids:
@@ -125,23 +120,23 @@ def _sent_boxes(plan: Plan, trainer: int) -> dict[int, list[_Rect]]:
     """What a trainer sends of each quantised matrix, in elements; scales count as the blocks they belong to."""
     rows = np.unique(np.searchsorted(plan.first, np.flatnonzero(plan.sender == trainer), side="right") - 1)
     op = plan.recipe.op[plan.piece[rows]]
+    rows = rows[(op == Op.QUANTIZE) | (op == Op.SCALE)]
+    tensor = plan.row_boxes.weight[rows]
+    is_scale = (plan.recipe.op[plan.piece[rows]] == Op.SCALE)[:, None]
+    side = np.where(is_scale, plan.recipe.block_sides(plan.trainer)[tensor, :2], 1)
+    first, extent = plan.src_lo[rows, :2] * side, plan.src_extent[rows, :2] * side
     found: dict[int, list[_Rect]] = {}
-    for row in rows[(op == Op.QUANTIZE) | (op == Op.SCALE)].tolist():
-        piece = plan.piece[row]
-        tensor = plan.trainer.numbers[plan.recipe.sources[plan.recipe.src[piece]]]
-        rect = _rect(plan.src_lo[row].tolist(), plan.src_extent[row].tolist())
-        if plan.recipe.op[piece] == Op.SCALE:
-            height, width = grid_of(plan, tensor).block
-            rect = (
-                (rect[0][0] * height, rect[0][1] * width),
-                (rect[1][0] * height, rect[1][1] * width),
-            )
-        found.setdefault(tensor, []).append(rect)
+    for number, lo, size in zip(tensor.tolist(), first.tolist(), extent.tolist(), strict=True):
+        found.setdefault(number, []).append(_rect(lo, size))
     return found
 
 
-def _needed(grid: Grid, mine: _Rect, sent: list[_Rect]) -> list[_Rect]:
-    """Of a shard that others hold too: the blocks of what is sent, and those at its borders, which others may need."""
+def _needed(matrix: tuple[int, int, int], mine: _Rect, sent: tuple[_Rect, ...]) -> list[_Rect]:
+    """Of a shard that others hold too: the blocks of what is sent, and those at its borders, which others may need.
+
+    `matrix`: its rows and columns, and which of its elements share a scale.
+    """
+    grid = Grid(rows=matrix[0], columns=matrix[1], scaling=SCALINGS[matrix[2]])
     (top, left), (bottom, right) = mine
     height, width = grid.block
     edges = [
