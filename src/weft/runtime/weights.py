@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from operator import mul
 from typing import Any
 
@@ -65,7 +66,7 @@ class Held:
 Allocate = Callable[[int], Memory]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Weights:
     """All shards of one member; keeps their memory alive."""
 
@@ -86,12 +87,12 @@ class Weights:
         ranges = tuple(sorted({(shard.address, shard.span_bytes) for shard in held}))
         return cls(held, ranges, keep=dict(arrays))
 
-    @property
+    @cached_property
     def addresses(self) -> NDArray[np.int64]:
         """Where each shard begins."""
         return np.fromiter((held.address for held in self.held), dtype=np.int64, count=len(self.held))
 
-    @property
+    @cached_property
     def table(self) -> HeldTable:
         """The shards as columns."""
         held = self.held

@@ -186,7 +186,7 @@ def check_contiguous(weights: Weights) -> None:
 
 def _straight_addresses(weights: Weights) -> tuple[Memory | None, Int64s, list[Planes]]:
     """Addresses at which every shard is row-major: its own, or memory beside it, with the copies from there."""
-    live, held = weights.addresses, weights.table
+    live, held = weights.addresses.copy(), weights.table
     strided = np.flatnonzero(~held.is_contiguous)
     if not len(strided):
         return None, live, []
