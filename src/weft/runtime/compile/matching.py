@@ -134,7 +134,7 @@ class Matched:
             is_scale=_is_among(taking, set(scales)),
             has_scales=_is_among(taking, set(scales.values())),
         )
-        scaled = {source_of[weight] for weight in scales}
+        scaled = {source_of[weight] for weight in scales.values()}
         matched._check_quantized(quantized, unscaled={name for name in quantized if source_of[name] not in scaled})
         return matched
 
