@@ -30,6 +30,7 @@ check: $(VENV)/.dev                 ## format, lint, types, import directions
 bench: $(VENV)/.dev                 ## planning and transfers on this machine, written to benchmarks/results/
 	$(BIN)/python benchmarks/planning.py
 	$(BIN)/python benchmarks/compile.py
+	$(BIN)/python benchmarks/many_tensors.py
 	$(BIN)/python benchmarks/transfer.py
 	$(BIN)/python benchmarks/codec.py
 	$(BIN)/python benchmarks/fp8.py

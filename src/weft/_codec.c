@@ -537,45 +537,91 @@ static inline __attribute__((always_inline)) void quantize(uint32_t width, const
     }
 }
 
-static int parse_box(PyObject *numbers, Box *box) {
-    unsigned long long src, stride, rows, columns, first_row, first_column, block_rows, block_columns, grid_columns, grid;
-    if (!PyArg_ParseTuple(numbers, "KKKKIKKKKKK:box", &src, &stride, &rows, &columns, &box->width, &first_row, &first_column, &block_rows, &block_columns, &grid_columns, &grid)) return -1;
-    if ((box->width != 2 && box->width != 4) || block_rows == 0 || block_columns == 0) {
-        PyErr_SetString(PyExc_ValueError, "expected elements of 2 or 4 bytes, and blocks");
-        return -1;
+/* Tables of 8-byte integers: a row of numbers for each box, so that thousands of small matrices are one call. */
+#define BOX_NUMBERS 11 /* as in Box */
+#define QUANTIZED_NUMBERS 13 /* a box, where its codes begin, and bytes from row to row of them */
+#define CAST_NUMBERS 7 /* source, its stride, where the result begins, its stride, rows, columns, width of the source */
+
+static const uint64_t *table(PyObject *object, Py_buffer *view, Py_ssize_t width) {
+    if (PyObject_GetBuffer(object, view, PyBUF_C_CONTIGUOUS | PyBUF_FORMAT) < 0) return NULL;
+    if (view->itemsize != 8 || view->ndim != 2 || view->shape[1] != width) {
+        PyBuffer_Release(view);
+        PyErr_Format(PyExc_TypeError, "expected a table of 8-byte integers with %zd columns", width);
+        return NULL;
     }
-    box->src = (const unsigned char *)(uintptr_t)src, box->src_stride = stride, box->rows = rows, box->columns = columns;
-    box->first_row = first_row, box->first_column = first_column;
-    box->block_rows = block_rows, box->block_columns = block_columns, box->grid_columns = grid_columns;
-    box->grid = (float *)(uintptr_t)grid;
-    return 0;
+    return (const uint64_t *)view->buf;
 }
 
-/* amax(box) -> numbers that are not finite; raises the box's numbers to the largest magnitude of each block */
+static Box box_at(const uint64_t *numbers) {
+    return (Box){(const unsigned char *)(uintptr_t)numbers[0], numbers[1], numbers[2], numbers[3], (uint32_t)numbers[4], numbers[5], numbers[6], numbers[7], numbers[8], numbers[9], (float *)(uintptr_t)numbers[10]};
+}
+
+/* A table of boxes whose numbers make sense, or NULL. */
+static const uint64_t *box_table(PyObject *object, Py_buffer *view, Py_ssize_t width) {
+    const uint64_t *rows = table(object, view, width);
+    if (!rows) return NULL;
+    for (Py_ssize_t i = 0; i < view->shape[0]; i++) {
+        const uint64_t *numbers = rows + i * width;
+        if ((numbers[4] == 2 || numbers[4] == 4) && numbers[7] && numbers[8]) continue;
+        PyBuffer_Release(view);
+        PyErr_SetString(PyExc_ValueError, "expected elements of 2 or 4 bytes, and blocks");
+        return NULL;
+    }
+    return rows;
+}
+
+/* amax(boxes, wild): raises the numbers of all boxes to the largest magnitude of each block; wild[i] counts the elements of
+ * box i that are not finite */
 static PyObject *codec_amax(PyObject *self, PyObject *args) {
     (void)self;
-    Box box;
-    PyObject *numbers;
-    uint64_t wild;
-    if (!PyArg_ParseTuple(args, "O!:amax", &PyTuple_Type, &numbers) || parse_box(numbers, &box) < 0) return NULL;
+    PyObject *boxes, *counts;
+    Py_buffer view, counted;
+    if (!PyArg_ParseTuple(args, "OO:amax", &boxes, &counts)) return NULL;
+    const uint64_t *rows = box_table(boxes, &view, BOX_NUMBERS);
+    if (!rows) return NULL;
+    if (PyObject_GetBuffer(counts, &counted, PyBUF_C_CONTIGUOUS | PyBUF_WRITABLE) < 0) {
+        PyBuffer_Release(&view);
+        return NULL;
+    }
+    Py_ssize_t count = view.shape[0];
+    int fits = counted.len == 8 * count;
+    uint64_t *wild = (uint64_t *)counted.buf;
     Py_BEGIN_ALLOW_THREADS
-    wild = box.width == 2 ? amax(2, &box) : amax(4, &box);
+    for (Py_ssize_t i = 0; fits && i < count; i++) {
+        Box box = box_at(rows + i * BOX_NUMBERS);
+        wild[i] = box.width == 2 ? amax(2, &box) : amax(4, &box);
+    }
     Py_END_ALLOW_THREADS
-    return PyLong_FromUnsignedLongLong(wild);
+    PyBuffer_Release(&view);
+    PyBuffer_Release(&counted);
+    if (!fits) {
+        PyErr_SetString(PyExc_TypeError, "expected a count for each box");
+        return NULL;
+    }
+    Py_RETURN_NONE;
 }
 
-/* quantize(box, dst, dst stride, bounded): the box's numbers are the factors of its blocks */
+/* quantize(boxes, dst, bounded): the numbers of boxes are the factors of their blocks; places of codes count from `dst` */
 static PyObject *codec_quantize(PyObject *self, PyObject *args) {
     (void)self;
-    Box box;
-    PyObject *numbers;
-    unsigned long long dst, dst_stride;
+    PyObject *boxes;
+    Py_buffer view;
+    unsigned long long dst;
     int bounded;
-    if (!PyArg_ParseTuple(args, "O!KKp:quantize", &PyTuple_Type, &numbers, &dst, &dst_stride, &bounded) || parse_box(numbers, &box) < 0) return NULL;
+    if (!PyArg_ParseTuple(args, "OKp:quantize", &boxes, &dst, &bounded)) return NULL;
+    const uint64_t *rows = box_table(boxes, &view, QUANTIZED_NUMBERS);
+    if (!rows) return NULL;
+    Py_ssize_t count = view.shape[0];
     Py_BEGIN_ALLOW_THREADS
-    if (box.width == 2) quantize(2, &box, (uint8_t *)(uintptr_t)dst, dst_stride, bounded);
-    else quantize(4, &box, (uint8_t *)(uintptr_t)dst, dst_stride, bounded);
+    for (Py_ssize_t i = 0; i < count; i++) {
+        const uint64_t *numbers = rows + i * QUANTIZED_NUMBERS;
+        Box box = box_at(numbers);
+        uint8_t *to = (uint8_t *)(uintptr_t)(dst + numbers[BOX_NUMBERS]);
+        if (box.width == 2) quantize(2, &box, to, numbers[BOX_NUMBERS + 1], bounded);
+        else quantize(4, &box, to, numbers[BOX_NUMBERS + 1], bounded);
+    }
     Py_END_ALLOW_THREADS
+    PyBuffer_Release(&view);
     Py_RETURN_NONE;
 }
 
@@ -591,27 +637,35 @@ static void to_fp32(uint32_t *restrict dst, const uint16_t *restrict src, uint64
     for (uint64_t i = 0; i < count; i++) dst[i] = (uint32_t)src[i] << 16;
 }
 
-/* cast(src, src stride, dst, dst stride, rows, columns, width of the source) */
+/* cast(matrices, dst): places of results count from `dst` */
 static PyObject *codec_cast(PyObject *self, PyObject *args) {
     (void)self;
-    unsigned long long src, src_stride, dst, dst_stride, rows, columns;
-    unsigned int width;
-    if (!PyArg_ParseTuple(args, "KKKKKKI:cast", &src, &src_stride, &dst, &dst_stride, &rows, &columns, &width)) return NULL;
+    PyObject *matrices;
+    Py_buffer view;
+    unsigned long long dst;
+    if (!PyArg_ParseTuple(args, "OK:cast", &matrices, &dst)) return NULL;
+    const uint64_t *rows = table(matrices, &view, CAST_NUMBERS);
+    if (!rows) return NULL;
+    Py_ssize_t count = view.shape[0];
     Py_BEGIN_ALLOW_THREADS
-    for (uint64_t row = 0; row < rows; row++) {
-        void *to = (void *)(uintptr_t)(dst + row * dst_stride);
-        const void *from = (const void *)(uintptr_t)(src + row * src_stride);
-        if (width == 4) to_bf16(to, from, columns);
-        else to_fp32(to, from, columns);
+    for (Py_ssize_t i = 0; i < count; i++) {
+        const uint64_t *numbers = rows + i * CAST_NUMBERS;
+        for (uint64_t row = 0; row < numbers[4]; row++) {
+            void *to = (void *)(uintptr_t)(dst + numbers[2] + row * numbers[3]);
+            const void *from = (const void *)(uintptr_t)(numbers[0] + row * numbers[1]);
+            if (numbers[6] == 4) to_bf16(to, from, numbers[5]);
+            else to_fp32(to, from, numbers[5]);
+        }
     }
     Py_END_ALLOW_THREADS
+    PyBuffer_Release(&view);
     Py_RETURN_NONE;
 }
 
 static PyMethodDef methods[] = {
-    {"cast", codec_cast, METH_VARARGS, "cast(src, src stride, dst, dst stride, rows, columns, width): BF16 (width 2) to FP32, or back (4)"},
-    {"amax", codec_amax, METH_VARARGS, "amax(box) -> numbers that are not finite"},
-    {"quantize", codec_quantize, METH_VARARGS, "quantize(box, dst, dst stride, bounded)"},
+    {"cast", codec_cast, METH_VARARGS, "cast(matrices, dst): BF16 (width 2) to FP32, or back (4)"},
+    {"amax", codec_amax, METH_VARARGS, "amax(boxes, wild): the largest magnitudes of blocks, and how many numbers are not finite"},
+    {"quantize", codec_quantize, METH_VARARGS, "quantize(boxes, dst, bounded)"},
     {"encode", codec_encode, METH_VARARGS, "encode(new, base, width, elements, out, capacity) -> bytes, 0 if they do not fit"},
     {"check", codec_check, METH_VARARGS, "check(patch, bytes, width, elements) -> what is wrong, or None"},
     {"apply", codec_apply, METH_VARARGS, "apply(patch, bytes, width, elements, begin, address, length) -> whether every change had a row"},

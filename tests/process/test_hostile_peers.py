@@ -17,6 +17,7 @@ from tests.support.raw_member import join_message
 from weft.config import TransferSettings
 from weft.runtime.control.channel import Client, Server
 from weft.runtime.control.fragments import FRAGMENT_BYTES, HEADER, Kind, cut, pack_frame
+from weft.runtime.control.held import HeldTable
 from weft.runtime.control.messages import PROTOCOL, Alive, Beat, ToController, ToMember, Welcome
 from weft.runtime.controller.controller import Controller
 from weft.transport.registry import place_here
@@ -50,7 +51,7 @@ def flood(pipe: Any, address: str, how: str) -> None:
             sending.send(pack_frame(Kind.HELLO, protocol=PROTOCOL, greeting=1))
         number = itertools.count()
         if how == "joins":
-            join = join_message("trainer", 1, held=[])
+            join = join_message("trainer", 1, held=HeldTable.of([]).packed())
             (frame,) = cut(msgspec.msgpack.encode(join), protocol=PROTOCOL, greeting=1, first=next(number))
             sending.send(frame)
         frames = (cut(BEAT, protocol=PROTOCOL, greeting=1, first=n)[0] for n in number)
@@ -150,7 +151,9 @@ def test_strangers_with_large_frames_cost_little_memory(frame_bytes):
 
 
 def test_a_connection_that_does_not_read_holds_up_nobody_else():
-    large = join_message("trainer", 0, held=[], place=msgspec.structs.replace(PLACE, host="h" * 10**6))
+    large = join_message(
+        "trainer", 0, held=HeldTable.of([]).packed(), place=msgspec.structs.replace(PLACE, host="h" * 10**6)
+    )
     with (
         Server("tcp://127.0.0.1:*", messages=ToController, protocol=PROTOCOL) as server,
         Client(server.address, member="engine 0", messages=ToController, protocol=PROTOCOL) as reading,
@@ -177,7 +180,7 @@ def test_a_member_with_an_invalid_message_is_refused_by_name_and_the_others_stay
         Client(controller.address, member="trainer 1", messages=ToMember, protocol=PROTOCOL) as bad,
     ):
         for rank, client in enumerate((good, bad)):
-            client.send(join_message("trainer", rank, held=[]))
+            client.send(join_message("trainer", rank, held=HeldTable.of([]).packed()))
             assert isinstance(client.receive(BOUND_S), Welcome)
         bad.send({"type": "Nonsense"})
         assert "sent an invalid message" in bad.receive(BOUND_S).reason
@@ -191,6 +194,6 @@ def test_a_member_with_an_invalid_message_is_refused_by_name_and_the_others_stay
 def test_a_member_that_joins_under_another_name_is_refused():
     with Controller(num_trainers=2, num_engine_ranks=1) as controller:
         with Client(controller.address, member="trainer 0", messages=ToMember, protocol=PROTOCOL) as client:
-            client.send(join_message("trainer", 1, held=[]))
+            client.send(join_message("trainer", 1, held=HeldTable.of([]).packed()))
             assert "trainer 0 wants to join as trainer 1" in client.receive(BOUND_S).reason
         assert controller.statistics().members == ()

@@ -11,6 +11,7 @@ from tests.support.raw_member import SOON_S, RawMember
 from tests.support.waiting import wait_until
 from weft.config import TransferSettings
 from weft.errors import WeftError
+from weft.runtime.control.held import HeldShard, HeldTable
 from weft.runtime.control.messages import (
     Alive,
     At,
@@ -18,7 +19,6 @@ from weft.runtime.control.messages import (
     Decide,
     Failed,
     Go,
-    HeldShard,
     Leave,
     Loss,
     Offered,
@@ -172,7 +172,7 @@ def test_a_trainer_that_knows_of_versions_nobody_else_does_is_refused(controller
     ids=["outside", "dtype", "transposed"],
 )
 def test_weights_that_cannot_be_are_refused_when_their_owner_joins(controller, honest, held):
-    with RawMember(controller.address, "trainer", 1).join(held=held) as bad:
+    with RawMember(controller.address, "trainer", 1).join(held=HeldTable.of(held).packed()) as bad:
         assert held[0].name in bad.hear(Refused).reason
     honest.commit_with_a_good_second_trainer(1)
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 from collections import Counter
+from collections.abc import Iterable
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from tests.support.executor import NUMPY_DTYPE
@@ -13,7 +15,8 @@ from weft.core.boxes import row_major_strides
 from weft.core.plan import SCALE_SUFFIX, Plan
 from weft.core.recipe import Op
 from weft.core.scaling import Scaling, scale_shape
-from weft.runtime.control.messages import HeldShard, Join
+from weft.runtime.control.held import HeldShard, HeldTable
+from weft.runtime.control.messages import Join
 from weft.runtime.weights import Part
 from weft.transport.host import ProcessIdentity
 from weft.transport.registry import place_here
@@ -22,7 +25,12 @@ PLACE, PROCESS = place_here(), ProcessIdentity.of(os.getpid())
 
 
 def join(side: str, rank: int, held: list[HeldShard]) -> Join:
-    return Join(side=side, rank=rank, held=held, place=PLACE, process=PROCESS, age_s=0.0)
+    return Join(side=side, rank=rank, held=HeldTable.of(held).packed(), place=PLACE, process=PROCESS, age_s=0.0)
+
+
+def holding(joined: Join, shards: Iterable[HeldShard]) -> Join:
+    """A member that holds other shards."""
+    return msgspec.structs.replace(joined, held=HeldTable.of(list(shards)).packed())
 
 
 def held(name: str, dtype: str, shape: Any, lo: Any, extent: Any, aliases: tuple[str, ...] = ()) -> HeldShard:
@@ -83,7 +91,7 @@ def _boxes(plan: Plan, rank: int) -> list[HeldShard]:
 
 def trainer_arrays(plan: Plan, rank: int) -> tuple[dict[str, np.ndarray], dict[str, Part]]:
     """Empty arrays for what a trainer rank holds (one box of each tensor), and which boxes they are."""
-    shards = trainer_joins(plan)[rank].held
+    shards = list(trainer_joins(plan)[rank].held.table)
     arrays = {shard.name: np.zeros(shard.extent, NUMPY_DTYPE[shard.dtype]) for shard in shards}
     return arrays, {shard.name: Part(shape=shard.shape, lo=shard.lo) for shard in shards}
 

@@ -8,7 +8,8 @@ from typing import Any, Self, TypeVar
 
 from weft.errors import WeftError
 from weft.runtime.control.channel import Client
-from weft.runtime.control.messages import PROTOCOL, Beat, HeldShard, Join, Offer, Open, Opened, ToMember
+from weft.runtime.control.held import HeldShard, HeldTable
+from weft.runtime.control.messages import PROTOCOL, Beat, Join, Offer, Open, Opened, ToMember
 from weft.transport.base import Descriptor, Endpoint
 from weft.transport.host import ProcessIdentity
 from weft.transport.registry import place_here
@@ -22,7 +23,7 @@ def join_message(side: str, rank: int = 0, **changes: Any) -> Join:
     facts = {
         "side": side,
         "rank": rank,
-        "held": [WEIGHTS],
+        "held": HeldTable.of([WEIGHTS]).packed(),
         "place": place_here(),
         "process": ProcessIdentity.of(os.getpid()),
         "age_s": 0.0,

@@ -12,17 +12,21 @@ from tests.process.runtime_members import parts_of
 from tests.support.raw_member import join_message
 from tests.unit.test_plan import small_plan
 from weft.config import TransferSettings
+from weft.core.fingerprint import distinct_rows
+from weft.core.layout import Layout, Shard, Tensor
 from weft.core.memory_cost import memory_cost, patch_room
 from weft.core.plan import Plan
 from weft.core.topology import load_topology
 from weft.errors import ProtocolError
 from weft.runtime.compile.columns import expand, squeeze
-from weft.runtime.compile.link_boxes import LinkBoxes, PlanBoxes, distinct_rows
+from weft.runtime.compile.grids import held_grids
+from weft.runtime.compile.holding import LayoutRows
+from weft.runtime.compile.link_boxes import LinkBoxes, PlanBoxes
 from weft.runtime.compile.links import NUM_SLOTS, SMALLEST_SLOT, member_links
 from weft.runtime.compile.matching import plan_members
 from weft.runtime.compile.parts import Parts
-from weft.runtime.control.messages import HeldShard
-from weft.runtime.weights import Weights
+from weft.runtime.control.held import HeldShard, HeldTable
+from weft.runtime.weights import Part, Weights
 
 
 def large_parts(settings: TransferSettings, transport: str) -> tuple[Plan, Parts]:
@@ -145,3 +149,52 @@ def test_room_for_patches_is_never_too_small_for_their_headers():
 def test_planned_memory_is_what_is_opened():
     plan, parts = large_parts(TransferSettings(mode="patch", delta="on"), "nixl")
     assert memory_cost(plan).patch_bytes == max(parts.opening(e).patch_bytes for e in range(plan.topology.num_engines))
+
+
+def test_rows_of_a_layout_are_found_among_what_a_member_holds():
+    halves = [Shard(tensor="w", rank=0, lo=(row, 0), extent=(4, 2)) for row in (0, 4)]
+    tied = Shard(tensor="tied", rank=0, lo=(0,), extent=(3,))
+    other = Shard(tensor="other", rank=1, lo=(0,), extent=(3,))
+    shapes = {"w": (8, 2), "tied": (3,), "other": (3,)}
+    tensors = [Tensor(name=name, dtype="bf16", shape=shape) for name, shape in shapes.items()]
+    layout = Layout.from_shards(tensors, [*halves, tied, other])
+    held = HeldTable.of(
+        [
+            HeldShard(name="unknown", dtype="bf16", shape=(9,), lo=(0,), extent=(9,), strides=(1,)),
+            HeldShard(name="w", dtype="bf16", shape=(8, 2), lo=(4, 0), extent=(4, 2), strides=(2, 1)),
+            HeldShard(name="w", dtype="bf16", shape=(8, 2), lo=(0, 0), extent=(4, 2), strides=(2, 1)),
+            HeldShard(name="e", aliases=("tied",), dtype="bf16", shape=(3,), lo=(0,), extent=(3,), strides=(1,)),
+        ]
+    )
+    rows = LayoutRows(layout)
+    assert rows.numbers(0, held, held.lo).tolist() == [2, 1, 3, -1]
+    assert rows.numbers(1, held, held.lo).tolist() == [-1, -1, -1, -1]
+    assert rows.numbers(1, HeldTable.of([]), np.zeros((0, 1), dtype=np.int64)).tolist() == [-1] * 4
+
+
+GRIDS, BOXES = np.array([[8, 4, 0, 0, 0]]), np.array([[0, 0, 2, 0, 4, 4]])
+
+
+@pytest.mark.parametrize(
+    ("grids", "boxes"),
+    [
+        (GRIDS[:, :4], BOXES),
+        (GRIDS, BOXES[:, :5]),
+        (GRIDS[0], BOXES),
+        (np.add(GRIDS, [0, 0, 9, 0, 0]), BOXES),
+        (GRIDS, np.add(BOXES, [1, 0, 0, 0, 0, 0])),
+        (GRIDS, np.add(BOXES, [0, 2, 0, 0, 0, 0])),
+        (GRIDS, np.add(BOXES, [0, 1, 0, 0, 0, 0])),
+        (GRIDS, np.add(BOXES, [0, 0, -1, 0, 0, 0])),
+        (GRIDS, np.add(BOXES, [0, 0, 0, 0, 1, 0])),
+        (GRIDS, np.add(BOXES, [0, 0, 0, 0, -4, 0])),
+    ],
+)
+def test_matrices_that_are_quantised_lie_in_what_is_held(grids, boxes):
+    array = np.zeros((4, 4), dtype=np.float32)
+    arrays = {"w": array, "v": np.zeros(3, dtype=np.float32)}
+    weights = Weights.from_arrays(arrays, parts={"w": Part(shape=(8, 4), lo=(2, 0))})
+    (found,) = held_grids(squeeze({"grids": GRIDS, "boxes": BOXES}), weights)
+    assert (found.name, found.boxes[0].address, found.boxes[0].first) == ("w", array.ctypes.data, (2, 0))
+    with pytest.raises(ProtocolError):
+        held_grids(squeeze({"grids": grids, "boxes": boxes}), weights)

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import msgspec
 import numpy as np
 import pytest
 
 from tests.support.executor import execute, random_checkpoint, same_bits
-from tests.support.planned_members import engine_joins, held, join, trainer_joins
+from tests.support.planned_members import engine_joins, held, holding, join, trainer_joins
 from tests.support.tiny import tiny_model
 from weft.core import plan_file
 from weft.core.case import Case, plan_case
@@ -78,10 +77,10 @@ def test_strides_are_those_of_the_members():
     plan = saved()
     trainers = trainer_joins(plan)
     shards = [
-        msgspec.structs.replace(shard, strides=tuple(2 * step if step > 1 else 1 for step in shard.strides))
-        for shard in trainers[0].held
+        replace(shard, strides=tuple(2 * step if step > 1 else 1 for step in shard.strides))
+        for shard in trainers[0].held.table
     ]
-    sparse = {rank: msgspec.structs.replace(trainers[rank], held=shards) for rank in (0, 2)}  # replicas of one shard
+    sparse = {rank: holding(trainers[rank], shards) for rank in (0, 2)}  # replicas of one shard
     found = followed(plan, trainers | sparse)
     assert np.array_equal(found.pair_bytes, plan.pair_bytes)
     assert found.trainer.strides.max() == 2 * plan.trainer.strides.max()
@@ -91,7 +90,7 @@ def test_ignored_tensors_stay_ignored():
     plan = replace(saved(trainer="ddp2"), ignored=("visual.patch",))
     trainers = trainer_joins(plan)
     extra = held("visual.patch", "fp32", (4, 3, 2, 2), (0,) * 4, (4, 3, 2, 2))
-    seeing = {rank: msgspec.structs.replace(j, held=[*j.held, extra]) for rank, j in trainers.items()}
+    seeing = {rank: holding(j, [*j.held.table, extra]) for rank, j in trainers.items()}
     assert followed(plan, seeing).ignored == ("visual.patch",)
     with pytest.raises(LayoutError, match=r"visual\.patch: trainers have it, the plan does not"):
         followed(replace(plan, ignored=()), seeing)
@@ -100,11 +99,11 @@ def test_ignored_tensors_stay_ignored():
 def change(joins, rank, name, /, **changes):
     """One member's shard reported otherwise; None: not at all."""
     shards = [
-        msgspec.structs.replace(shard, **changes) if shard.name == name else shard
-        for shard in joins[rank].held
+        replace(shard, **changes) if shard.name == name else shard
+        for shard in joins[rank].held.table
         if shard.name != name or changes
     ]
-    return joins | {rank: msgspec.structs.replace(joins[rank], held=shards)}
+    return joins | {rank: holding(joins[rank], shards)}
 
 
 NORM, QUERY, OUT = (
@@ -126,12 +125,10 @@ def differences(plan, trainers=None, engines=None, *, as_boxes=True) -> str:
 def test_every_difference_of_a_trainer_is_named():
     plan = saved(trainer="fsdp2")
     trainers = trainer_joins(plan)
-    trainers = {
-        rank: msgspec.structs.replace(j, held=[s for s in j.held if s.name != NORM]) for rank, j in trainers.items()
-    }
+    trainers = {rank: holding(j, [s for s in j.held.table if s.name != NORM]) for rank, j in trainers.items()}
     for rank in trainers:
         trainers = change(trainers, rank, OUT, dtype="fp32")
-    rows = [next(s for s in trainers[rank].held if s.name == QUERY) for rank in (0, 1)]
+    rows = [next(s for s in trainers[rank].held.table if s.name == QUERY) for rank in (0, 1)]
     trainers = change(trainers, 0, QUERY, lo=rows[1].lo)
     trainers = change(trainers, 1, QUERY, lo=rows[0].lo)
     told = differences(plan, trainers)

@@ -12,26 +12,29 @@ engine wants them, in the order in which they are sent.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, overload
 
 import numpy as np
 from numpy.typing import NDArray
 
 from weft import native
 from weft.codec import fp8
-from weft.codec.cast import cast
-from weft.codec.fp8 import Box, Grid
-from weft.codec.memory import Floats, matrix_view
+from weft.codec.cast import cast_all
+from weft.codec.grids import BlockSpread, HeldGrids
+from weft.codec.memory import Floats
 from weft.core.layout import DTYPE_BYTES
-from weft.core.planes import Planes
+from weft.core.planes import Planes, joined
 from weft.core.recipe import Op
 from weft.devices import CPU
+from weft.errors import CodecError
 
-DTYPES = ("fp32", "bf16", "fp16", "fp8_e4m3")
+Int64s = NDArray[np.int64]
+DTYPES = tuple(DTYPE_BYTES)
 """Numbers of dtypes in tables."""
+DTYPE_WIDTHS = np.array([DTYPE_BYTES[dtype] for dtype in DTYPES], dtype=np.int64)
+"""Bytes of an element, by number of its dtype."""
 
 
 class Conversion(NamedTuple):
@@ -53,39 +56,43 @@ class Conversion(NamedTuple):
     columns: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HeldGrid:
-    """A matrix that is quantised, and which parts of it a trainer holds."""
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Conversions(Sequence[tuple[Conversion, int]]):
+    """Boxes that are converted, as columns, and where they begin in an image; their rows follow each other there."""
 
-    name: str
-    grid: Grid
-    group: int
-    """Grids of one group are exchanged together; groups are numbered in the order they are needed."""
-    first_key: int
-    """The first of its blocks among those of all quantised matrices, however many trainers hold them."""
-    boxes: tuple[Box, ...]
+    table: Int64s
+    """(n, 10): the numbers of a `Conversion`."""
+    at: Int64s
 
-    def cut_blocks(self) -> NDArray[np.int64]:
-        """Numbers of the blocks of which other holders may have a part too."""
-        found: list[NDArray[np.int64]] = []
-        for box in self.boxes:
-            mine = [
-                _touched_and_whole(box.first[dim], extent, size, side)
-                for dim, (extent, size, side) in enumerate(
-                    zip((box.rows, box.columns), (self.grid.rows, self.grid.columns), self.grid.block, strict=True)
-                )
-            ]
-            (rows, whole_rows), (columns, whole_columns) = mine
-            cut = ~(whole_rows[:, None] & whole_columns[None, :])
-            found.append((rows[:, None] * self.grid.shape[1] + columns[None, :])[cut])
-        return np.unique(_joined(found))
+    def __len__(self) -> int:
+        return len(self.at)
 
+    @overload
+    def __getitem__(self, which: int) -> tuple[Conversion, int]: ...
 
-def _touched_and_whole(first: int, extent: int, size: int, side: int) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-    """Blocks along one dimension that a box touches, and which of them it covers."""
-    last = first + extent
-    number = np.arange(first // side, -(-last // side))
-    return number, (number * side >= first) & (np.minimum((number + 1) * side, size) <= last)
+    @overload
+    def __getitem__(self, which: slice) -> Conversions: ...
+
+    def __getitem__(self, which: int | slice) -> tuple[Conversion, int] | Conversions:
+        if isinstance(which, slice):
+            return Conversions(table=self.table[which], at=self.at[which])
+        return Conversion._make(self.table[which].tolist()), int(self.at[which])
+
+    def column(self, name: str) -> Int64s:
+        """One number of every box."""
+        return self.table[:, Conversion._fields.index(name)]
+
+    def of(self, op: Op) -> Conversions:
+        """Those of one operation."""
+        mine = self.column("op") == op
+        return Conversions(table=self.table[mine], at=self.at[mine])
+
+    @property
+    def source_end(self) -> int:
+        """Behind the last byte of the weights that is read."""
+        stride, rows, columns = (self.column(name) for name in ("stride", "rows", "columns"))
+        ends = self.column("src") + (rows - 1) * stride + columns * DTYPE_WIDTHS[self.column("src_dtype")]
+        return int(ends.max(initial=0))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,8 +101,8 @@ class ChunkFill:
 
     planes: Planes
     """What is copied as it is; destinations count from the beginning of the image."""
-    boxes: tuple[tuple[Conversion, int], ...]
-    """Boxes that are converted, and where they begin in the image; their rows follow each other there."""
+    boxes: Conversions
+    """What is converted."""
     source_end: int
     """Behind the last byte of the weights that is read."""
 
@@ -121,24 +128,49 @@ class Converter(Protocol):
         """Fill a chunk of an image at some address."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _FillProgram:
+    """How a Chunk is filled on a CPU: tables that C works through."""
+
+    chunk: ChunkFill
+    planes: Planes
+    """Copies, and scales, which are copied from where they are computed."""
+    quantized: Int64s
+    """A table for `fp8.quantize_boxes`."""
+    casts: tuple[tuple[str, str, Int64s], ...]
+    """For each pair of dtypes a table for `cast_all`."""
+
+
 class CpuConverter:
     """Conversions of CPU memory."""
 
-    def __init__(self, grids: Sequence[HeldGrid], *, allow_nonfinite: bool = False) -> None:
+    def __init__(self, grids: HeldGrids, *, allow_nonfinite: bool = False) -> None:
         """Grids sorted by group."""
         self._grids, self._allow_nonfinite = grids, allow_nonfinite
         self.spread = BlockSpread(grids)
         self.cut, self.keys = self.spread.cut, self.spread.keys
-        self._amax, self._scale = (np.zeros(self.spread.num_blocks, dtype=np.float32) for _ in range(2))
+        self._amax, self._scale, self._factor = (np.zeros(self.spread.num_blocks, dtype=np.float32) for _ in range(3))
+        boxes = grids.boxes
+        memory = np.stack([boxes.address, boxes.stride, *boxes.extent.T, boxes.width, *boxes.first.T], axis=1)
+        self._boxes = np.concatenate([memory, self._blocks(boxes.grid, self._amax)], axis=1)
+        """A table for `fp8.amax_boxes`."""
+        self._programs: dict[int, _FillProgram] = {}
+
+    def _blocks(self, grid: Int64s, numbers: Floats) -> Int64s:
+        """(n, 4): rows and columns of a block, blocks in a row, and where the numbers of all blocks of a grid are."""
+        across, address = self._grids.shape[grid, 1], numbers.ctypes.data + 4 * self.spread.starts[grid]
+        return np.stack([*self._grids.block[grid].T, across, address], axis=1)
 
     def find_amax(self, group: int) -> None:
         """Raises CodecError, naming the tensor, for numbers that are not finite."""
         self._amax[self.spread.blocks_of(group)] = 0
-        for number in self.spread.grids_of(group):
-            held = self._grids[number]
-            for box in held.boxes:
-                amax = self.spread.view(self._amax, number)
-                fp8.add_amax(box, held.grid, amax, tensor=held.name, allow_nonfinite=self._allow_nonfinite)
+        grids = self.spread.grids_of(group)
+        first, last = np.searchsorted(self._grids.boxes.grid, [grids.start, grids.stop]).tolist()
+        wild = fp8.amax_boxes(self._boxes[first:last])
+        if wild.any() and not self._allow_nonfinite:
+            grid = self._grids.boxes.grid[first:last]
+            number = grid[np.flatnonzero(wild)[0]]
+            raise fp8.not_finite(self._grids.names[number], int(wild[grid == number].sum()))
 
     def amax(self, blocks: NDArray[np.int64]) -> Floats:
         """Magnitudes of some blocks."""
@@ -149,82 +181,77 @@ class CpuConverter:
         self._amax[self.cut[group]] = amax
         mine = self.spread.blocks_of(group)
         self._scale[mine] = fp8.scales(self._amax[mine])
+        self._factor[mine] = fp8.factors(self._scale[mine])
 
     def fill(self, chunk: ChunkFill, image: int) -> None:
         """Copy rows and convert boxes."""
-        if len(chunk.planes):
-            native.copy_planes(chunk.planes.moved(dst=image))
-        for box, at in chunk.boxes:
-            self._convert(box, image + at)
+        program = self._programs.get(id(chunk))
+        if program is None:
+            program = self._programs[id(chunk)] = self._compiled(chunk)
+        if len(program.planes):
+            native.copy_planes(program.planes.moved(dst=image))
+        if len(program.quantized):
+            fp8.quantize_boxes(program.quantized, image, is_bounded=not self._allow_nonfinite)
+        for src_dtype, dst_dtype, table in program.casts:
+            cast_all(table, image, src_dtype, dst_dtype)
 
-    def _convert(self, box: Conversion, to: int) -> None:
-        src_dtype, dst_dtype = DTYPES[box.src_dtype], DTYPES[box.dst_dtype]
-        row_bytes = box.columns * DTYPE_BYTES[dst_dtype]
-        match box.op:
-            case Op.CAST:
-                cast(box.src, box.stride, src_dtype, to, row_bytes, dst_dtype, rows=box.rows, columns=box.columns)
-            case Op.QUANTIZE:
-                part = Box(
-                    address=box.src,
-                    stride=box.stride,
-                    width=DTYPE_BYTES[src_dtype],
-                    first=(box.first_row, box.first_column),
-                    rows=box.rows,
-                    columns=box.columns,
-                )
-                grid = self._grids[box.grid].grid
-                scale = self.spread.view(self._scale, box.grid)
-                fp8.quantize(part, grid, scale, to, row_bytes, is_bounded=not self._allow_nonfinite)
-            case Op.SCALE:
-                scale = self.spread.view(self._scale, box.grid)
-                rows = slice(box.first_row, box.first_row + box.rows)
-                columns = slice(box.first_column, box.first_column + box.columns)
-                matrix_view(to, row_bytes, box.rows, box.columns, "<f4")[...] = scale[rows, columns]
+    def _compiled(self, chunk: ChunkFill) -> _FillProgram:
+        boxes = chunk.boxes
+        return _FillProgram(
+            chunk=chunk,
+            planes=joined([chunk.planes, self._scale_planes(boxes.of(Op.SCALE))]),
+            quantized=self._quantized(boxes.of(Op.QUANTIZE)),
+            casts=tuple(_casts(boxes.of(Op.CAST))),
+        )
 
+    def _scale_planes(self, boxes: Conversions) -> Planes:
+        """Scales, as copies."""
+        grid, rows, columns = (boxes.column(name) for name in ("grid", "rows", "columns"))
+        across = self._grids.shape[grid, 1]
+        self._check_inside(boxes, self._grids.shape[grid])
+        block = self.spread.starts[grid] + boxes.column("first_row") * across + boxes.column("first_column")
+        table = {
+            "dst": boxes.at,
+            "src": self._scale.ctypes.data + 4 * block,
+            "rows": rows,
+            "length": 4 * columns,
+            "dst_stride": 4 * columns,
+            "src_stride": 4 * across,
+        }
+        return Planes(**{name: column.astype(np.uint64) for name, column in table.items()})
 
-class BlockSpread:
-    """All blocks of all grids in one vector, group after group."""
+    def _quantized(self, boxes: Conversions) -> Int64s:
+        """A table for `fp8.quantize_boxes`."""
+        names = ("src", "stride", "rows", "columns", "src_dtype", "first_row", "first_column")
+        memory = np.stack([boxes.column(name) for name in names], axis=1)
+        memory[:, 4] = DTYPE_WIDTHS[memory[:, 4]]
+        self._check_inside(boxes, self._grids.size[boxes.column("grid")])
+        to = np.stack([boxes.at, boxes.column("columns")], axis=1)
+        return np.concatenate([memory, self._blocks(boxes.column("grid"), self._factor), to], axis=1)
 
-    def __init__(self, grids: Sequence[HeldGrid]) -> None:
-        self._grids = grids
-        sizes = [held.grid.shape[0] * held.grid.shape[1] for held in grids]
-        self._starts = [0, *itertools.accumulate(sizes)]
-        self.num_blocks = self._starts[-1]
-        self.num_groups = 1 + max((held.group for held in grids), default=-1)
-        groups = [held.group for held in grids]
-        self._first_grid = np.searchsorted(groups, range(self.num_groups + 1)).tolist()
-        cut = [held.cut_blocks() for held in grids]
-        self.cut = [
-            _joined([cut[number] + self._starts[number] for number in self.grids_of(group)])
-            for group in range(self.num_groups)
-        ]
-        self.keys = [
-            _joined([cut[number] + grids[number].first_key for number in self.grids_of(group)])
-            for group in range(self.num_groups)
-        ]
-
-    def grids_of(self, group: int) -> range:
-        """Numbers of a group's grids."""
-        return range(self._first_grid[group], self._first_grid[group + 1])
-
-    def blocks_of(self, group: int) -> slice:
-        """A group's blocks."""
-        return slice(self._starts[self._first_grid[group]], self._starts[self._first_grid[group + 1]])
-
-    def start(self, number: int) -> int:
-        """First block of a grid."""
-        return self._starts[number]
-
-    def view(self, per_block: Floats, number: int) -> Floats:
-        """A grid's part of a vector over all blocks."""
-        return per_block[self._starts[number] : self._starts[number + 1]].reshape(self._grids[number].grid.shape)
+    def _check_inside(self, boxes: Conversions, size: Int64s) -> None:
+        """Raise unless boxes lie inside their matrices, or scales inside theirs."""
+        first = np.stack([boxes.column("first_row"), boxes.column("first_column")], axis=1)
+        extent = np.stack([boxes.column("rows"), boxes.column("columns")], axis=1)
+        for at in np.flatnonzero(((first < 0) | (first + extent > size)).any(axis=1))[:1].tolist():
+            name = self._grids.names[boxes.column("grid")[at]]
+            what = f"{extent[at].tolist()} at {first[at].tolist()} in a matrix of {size[at].tolist()}"
+            raise CodecError(f"`{name}`: a box of {what}")
 
 
-def _joined(parts: list[NDArray[np.int64]]) -> NDArray[np.int64]:
-    return np.concatenate(parts) if parts else np.zeros(0, dtype=np.int64)
+def _casts(boxes: Conversions) -> list[tuple[str, str, Int64s]]:
+    """Tables for `cast_all`, by dtypes."""
+    kinds = boxes.column("src_dtype") * len(DTYPES) + boxes.column("dst_dtype")
+    row_bytes = boxes.column("columns") * DTYPE_WIDTHS[boxes.column("dst_dtype")]
+    columns = (boxes.column("src"), boxes.column("stride"), boxes.at, row_bytes, boxes.column("rows"))
+    table = np.stack([*columns, boxes.column("columns")], axis=1)
+    return [
+        (DTYPES[kind // len(DTYPES)], DTYPES[kind % len(DTYPES)], table[kinds == kind])
+        for kind in np.unique(kinds).tolist()
+    ]
 
 
-def converter_for(device: str, grids: Sequence[HeldGrid], *, allow_nonfinite: bool) -> Converter:
+def converter_for(device: str, grids: HeldGrids, *, allow_nonfinite: bool) -> Converter:
     """Who converts a device's memory."""
     if device == CPU:
         return CpuConverter(grids, allow_nonfinite=allow_nonfinite)

@@ -17,8 +17,9 @@ from numpy.typing import NDArray
 
 from weft.codec import cast_kernels, fp8_kernels
 from weft.codec.cast import KINDS
-from weft.codec.conversion import DTYPES, BlockSpread, ChunkFill, Conversion, HeldGrid
+from weft.codec.conversion import DTYPES, ChunkFill, Conversion
 from weft.codec.fp8 import Box, Grid
+from weft.codec.grids import BlockSpread, HeldGrids
 from weft.codec.matrix_tiles import SIDE, MatrixBox, MatrixTiles
 from weft.codec.memory import Floats
 from weft.core.layout import DTYPE_BYTES
@@ -60,7 +61,7 @@ class _ChunkProgram:
 class GpuConverter:
     """Conversions of one GPU's memory, on a stream of their own."""
 
-    def __init__(self, work: GpuWork, grids: Sequence[HeldGrid], *, allow_nonfinite: bool = False) -> None:
+    def __init__(self, work: GpuWork, grids: HeldGrids, *, allow_nonfinite: bool = False) -> None:
         self._grids, self._allow_nonfinite, self._work = grids, allow_nonfinite, work
         self.spread = BlockSpread(grids)
         self.cut, self.keys = self.spread.cut, self.spread.keys

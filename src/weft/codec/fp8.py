@@ -29,6 +29,7 @@ try:
 except ImportError:  # no compiler at install
     _codec = None
 
+Int64s = NDArray[np.int64]
 LARGEST = np.float32(448.0)
 SMALLEST_AMAX = np.float32(1e-10)
 
@@ -75,16 +76,27 @@ class Box:
 def add_amax(box: Box, grid: Grid, amax: Floats, *, tensor: str = "", allow_nonfinite: bool = False) -> None:
     """Raise `amax` to the largest magnitudes found in a part of the matrix."""
     _check(box, grid, amax)
-    wild = _codec.amax(_numbers(box, grid, amax)) if _codec is not None else _amax_slowly(box, grid, amax)
+    wild = int(amax_boxes(np.array([_numbers(box, grid, amax)]))[0])
     if wild and not allow_nonfinite:
-        raise CodecError(
-            f"`{tensor}` has {wild} elements that are not finite", hint="the policy has diverged, or allow_nonfinite"
-        )
+        raise not_finite(tensor, wild)
+
+
+def not_finite(tensor: str, num_elements: int) -> CodecError:
+    """What is wrong with a tensor."""
+    return CodecError(
+        f"`{tensor}` has {num_elements} elements that are not finite",
+        hint="the policy has diverged, or allow_nonfinite",
+    )
 
 
 def scales(amax: Floats) -> Floats:
     """The scale of each block."""
     return (np.maximum(amax, SMALLEST_AMAX) / LARGEST).astype(np.float32, copy=False)
+
+
+def factors(scale: Floats) -> Floats:
+    """What the numbers of each block are multiplied with."""
+    return np.float32(1.0) / scale
 
 
 def quantize(box: Box, grid: Grid, scale: Floats, dst: int, dst_stride: int, *, is_bounded: bool = False) -> None:
@@ -93,16 +105,36 @@ def quantize(box: Box, grid: Grid, scale: Floats, dst: int, dst_stride: int, *, 
     `is_bounded`: all numbers are finite, and scales come from their magnitudes; that is faster.
     """
     _check(box, grid, scale)
-    factor = np.float32(1.0) / scale
+    factor = factors(scale)
+    quantize_boxes(np.array([(*_numbers(box, grid, factor), 0, dst_stride)]), dst, is_bounded=is_bounded)
+
+
+def amax_boxes(table: Int64s) -> Int64s:
+    """Raise the numbers of blocks to the largest magnitudes found in many boxes; returns how many of each are not
+    finite.
+
+    A row of the table is a box: address, stride in bytes, rows, columns, bytes of an element, its first row and column
+    in the matrix, rows and columns of a block, blocks in a row of the matrix, and the address of its blocks' numbers.
+    """
+    if _codec is None:
+        return np.array([_amax_slowly(*row) for row in table.tolist()], dtype=np.int64)
+    wild = np.zeros(len(table), dtype=np.int64)
+    _codec.amax(table, wild)
+    return wild
+
+
+def quantize_boxes(table: Int64s, dst: int, *, is_bounded: bool = False) -> None:
+    """Write many boxes as FP8. Rows are those of `amax_boxes`, with the factors of blocks, and two numbers more: where
+    the codes begin, counted from `dst`, and bytes from row to row of them."""
     if _codec is not None:
-        _codec.quantize(_numbers(box, grid, factor), dst, dst_stride, is_bounded)
+        _codec.quantize(table, dst, is_bounded)
         return
-    values = _values(box) * _spread(box, grid, factor)
-    matrix_view(dst, dst_stride, box.rows, box.columns, "u1")[:] = to_e4m3(np.clip(values, -LARGEST, LARGEST))
+    for *box, at, stride in table.tolist():
+        _quantize_slowly(*box, to=dst + at, dst_stride=stride)
 
 
 def _numbers(box: Box, grid: Grid, per_block: Floats) -> tuple[int, ...]:
-    """A box as the C module takes it."""
+    """A box as a row of a table."""
     return (
         box.address,
         box.stride,
@@ -140,27 +172,43 @@ def to_e4m3(values: Floats) -> NDArray[np.uint8]:
     return (code | (bits >> np.uint32(24) & np.uint32(0x80))).astype(np.uint8)
 
 
-def _values(box: Box) -> Floats:
-    if box.width == 4:
-        return np.array(matrix_view(box.address, box.stride, box.rows, box.columns, "<f4"))
-    bits = matrix_view(box.address, box.stride, box.rows, box.columns, "<u2").astype(np.uint32)
+def _values(address: int, stride: int, rows: int, columns: int, width: int) -> Floats:
+    if width == 4:
+        return np.array(matrix_view(address, stride, rows, columns, "<f4"))
+    bits = matrix_view(address, stride, rows, columns, "<u2").astype(np.uint32)
     return (bits << np.uint32(16)).view(np.float32)
 
 
-def _blocks(box: Box, grid: Grid) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """The block row of each row and the block column of each column."""
-    height, width = grid.block
-    return (box.first[0] + np.arange(box.rows)) // height, (box.first[1] + np.arange(box.columns)) // width
+def _blocks(
+    rows: int, columns: int, first: tuple[int, int], height: int, width: int, across: int, numbers: int
+) -> tuple[Floats, NDArray[np.int64], NDArray[np.int64]]:
+    """The numbers of all blocks, the block row of each row and the block column of each column."""
+    row, column = (first[0] + np.arange(rows)) // height, (first[1] + np.arange(columns)) // width
+    return matrix_view(numbers, 4 * across, int(row[-1]) + 1, across, "<f4"), row, column
 
 
-def _spread(box: Box, grid: Grid, per_block: Floats) -> Floats:
-    row, column = _blocks(box, grid)
-    return per_block[row[:, None], column[None, :]]
-
-
-def _amax_slowly(box: Box, grid: Grid, amax: Floats) -> int:
-    values = np.abs(_values(box))
+def _amax_slowly(
+    address: int, stride: int, rows: int, columns: int, width: int, top: int, left: int, *blocks: int
+) -> int:
+    values = np.abs(_values(address, stride, rows, columns, width))
     finite = np.isfinite(values)
-    row, column = _blocks(box, grid)
+    amax, row, column = _blocks(rows, columns, (top, left), *blocks)
     np.maximum.at(amax, (row[:, None], column[None, :]), np.where(finite, values, np.float32(0)))
     return int((~finite).sum())
+
+
+def _quantize_slowly(
+    address: int,
+    stride: int,
+    rows: int,
+    columns: int,
+    width: int,
+    top: int,
+    left: int,
+    *blocks: int,
+    to: int,
+    dst_stride: int,
+) -> None:
+    factor, row, column = _blocks(rows, columns, (top, left), *blocks)
+    values = _values(address, stride, rows, columns, width) * factor[row[:, None], column[None, :]]
+    matrix_view(to, dst_stride, rows, columns, "u1")[:] = to_e4m3(np.clip(values, -LARGEST, LARGEST))

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from weft.core.scaling import Scaling, scale_shape
+from weft.core.boxes import volume
 
 if TYPE_CHECKING:
     from weft.core.plan import Plan
@@ -26,20 +26,20 @@ class ScaleGroups:
     """Numbers of trainer tensors."""
     group: NDArray[np.int64]
     """Of every trainer tensor; -1 where it is not quantised."""
-    first_key: dict[int, int]
-    """Trainer tensor → the first of its blocks."""
+    first_key: NDArray[np.int64]
+    """Of every trainer tensor the first of its blocks; -1 where it is not quantised."""
 
     @classmethod
     def of(cls, plan: Plan) -> ScaleGroups:
         """Groups of about equal size, so few that messages do not matter and so small that work overlaps."""
-        tensors = np.unique(plan.trainer.tensor_of[plan.quantized_shards]).astype(np.int64)
-        described = [plan.trainer.tensors[number] for number in tensors.tolist()]
-        size = np.array([tensor.num_bytes for tensor in described], dtype=np.int64)
+        trainer = plan.trainer
+        tensors = np.unique(trainer.tensor_of[plan.quantized_shards]).astype(np.int64)
+        size = (volume(trainer.shapes) * trainer.itemsize)[tensors]
         group_bytes = max(GROUP_BYTES * plan.topology.num_trainers, int(size.sum()) // MAX_GROUPS, 1)
-        group = np.full(len(plan.trainer.tensors), -1, dtype=np.int64)
+        group = np.full(len(trainer.tensors), -1, dtype=np.int64)
         group[tensors] = np.unique((np.cumsum(size) - size) // group_bytes, return_inverse=True)[1]
-        shapes = {(tensor.shape, plan.recipe.scaling.get(tensor.name, Scaling.BLOCK)) for tensor in described}
-        blocks = {key: int(np.prod(scale_shape(*key))) for key in shapes}
-        count = [blocks[tensor.shape, plan.recipe.scaling.get(tensor.name, Scaling.BLOCK)] for tensor in described]
-        first = np.concatenate([[0], np.cumsum(count)]).astype(np.int64)
-        return cls(tensors=tensors, group=group, first_key=dict(zip(tensors.tolist(), first.tolist(), strict=False)))
+        sides = plan.recipe.block_sides(trainer)[tensors]
+        num_blocks = volume(-(-trainer.shapes[tensors] // sides))
+        first_key = np.full(len(trainer.tensors), -1, dtype=np.int64)
+        first_key[tensors] = np.cumsum(num_blocks) - num_blocks
+        return cls(tensors=tensors, group=group, first_key=first_key)

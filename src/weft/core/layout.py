@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import chain
 from math import prod
 
 import numpy as np
@@ -23,6 +24,7 @@ from numpy.typing import NDArray
 
 from weft.core import boxes
 from weft.core.boxes import Ints
+from weft.core.fingerprint import by_appearance, distinct_rows
 from weft.errors import LayoutError
 
 DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8_e4m3": 1}
@@ -96,6 +98,31 @@ class RankGroups:
         return self.members[np.repeat(self.starts[groups], sizes) + within]
 
 
+def group_ranks(row: Ints, rank: Ints) -> tuple[RankGroups, NDArray[np.int32]]:
+    """The sets of ranks of rows, and the number of each row's set; sets are numbered as they appear.
+
+    Pair i says that `rank[i]` belongs to `row[i]`; rows are numbers from 0, in ascending order.
+    """
+    pairs = np.stack([row, rank], axis=1).astype(np.int64)
+    pairs = pairs[np.lexsort((rank, row))]
+    is_new = np.ones(len(pairs), dtype=bool)
+    is_new[1:] = (pairs[1:] != pairs[:-1]).any(axis=1)
+    pairs = pairs[is_new]
+    sizes = np.bincount(pairs[:, 0]) if len(pairs) else np.zeros(0, dtype=np.int64)
+    starts = np.cumsum(sizes) - sizes
+    group = np.empty(len(sizes), dtype=np.int64)
+    num_groups = 0
+    for size in np.unique(sizes).tolist():
+        rows = np.flatnonzero(sizes == size)
+        sets, number = distinct_rows(pairs[starts[rows][:, None] + np.arange(size), 1])
+        group[rows] = number + num_groups
+        num_groups += len(sets)
+    first, number = by_appearance(group)
+    all_sets = RankGroups(members=pairs[:, 1].astype(np.int32), starts=np.append(starts, len(pairs)).astype(np.int64))
+    ends = np.concatenate([[0], np.cumsum(sizes[first])]).astype(np.int64)
+    return RankGroups(members=all_sets.expand(first), starts=ends), number.astype(np.int32)
+
+
 class GroupBuilder:
     """Gives equal rank sets the same group number."""
 
@@ -149,9 +176,25 @@ class Layout:
         return shape_column([tensor.shape for tensor in self.tensors], self.num_dims)
 
     @cached_property
+    def tensor_dims(self) -> NDArray[np.int64]:
+        """How many dimensions each tensor has."""
+        return np.array([len(tensor.shape) for tensor in self.tensors], dtype=np.int64)
+
+    @cached_property
+    def numbers(self) -> dict[str, int]:
+        """Numbers of tensors by name; the last one, where several ranks have tensors of one name."""
+        return {tensor.name: number for number, tensor in enumerate(self.tensors)}
+
+    @cached_property
+    def dtype_of(self) -> NDArray[np.int64]:
+        """Number of each tensor's dtype, in the order of `DTYPE_BYTES`."""
+        number = {dtype: i for i, dtype in enumerate(DTYPE_BYTES)}
+        return np.fromiter((number[tensor.dtype] for tensor in self.tensors), np.int64, len(self.tensors))
+
+    @cached_property
     def itemsize(self) -> NDArray[np.int64]:
         """Bytes per element of each tensor."""
-        return np.array([DTYPE_BYTES[tensor.dtype] for tensor in self.tensors], dtype=np.int64)
+        return np.array(list(DTYPE_BYTES.values()), dtype=np.int64)[self.dtype_of]
 
     @cached_property
     def shard_bytes(self) -> NDArray[np.int64]:
@@ -213,22 +256,65 @@ class Layout:
         num_needed = 1 + max((shard.rank for shard in shards), default=0)
         _check_side(side, num_ranks, num_needed)
         index = {tensor.name: i for i, tensor in enumerate(tensors)}
-        holders: dict[tuple[int, tuple[int, ...], tuple[int, ...]], list[Shard]] = {}
-        for shard in shards:
-            if all(size > 0 for size in shard.extent):
-                holders.setdefault((index[shard.tensor], shard.lo, shard.extent), []).append(shard)
-        builder = LayoutBuilder(tensors)
-        for (tensor, lo, extent), same in sorted(holders.items(), key=lambda item: item[0]):
-            strides = {_used_strides(shard) for shard in same}
-            if len(strides) > 1:
-                ranks = sorted({shard.rank for shard in same})
-                raise LayoutError(
-                    f"replicas of `{same[0].tensor}` at {list(lo)} have different memory strides: "
-                    f"{sorted(strides)} on ranks {ranks}",
-                    hint="give all replicas of a shard one memory layout",
-                )
-            builder.add(tensor, [shard.rank for shard in same], lo, extent, strides.pop())
-        layout = builder.build(side=side, num_ranks=num_ranks or num_needed)
+        num_dims = max((len(tensor.shape) for tensor in tensors), default=1)
+        extent = shape_column([shard.extent for shard in shards], num_dims)
+        strides = boxes.row_major_strides(extent)
+        for i, shard in enumerate(shards):
+            if shard.strides is not None:
+                strides[i, : len(shard.strides)] = shard.strides
+        return cls.from_boxes(
+            tensors,
+            tensor_of=np.array([index[shard.tensor] for shard in shards], dtype=np.int64),
+            rank=np.array([shard.rank for shard in shards], dtype=np.int64),
+            lo=coordinate_column([shard.lo for shard in shards], num_dims, fill=0),
+            extent=extent,
+            strides=strides,
+            side=side,
+            num_ranks=num_ranks or num_needed,
+            check=check,
+        )
+
+    @classmethod
+    def from_boxes(
+        cls,
+        tensors: Sequence[Tensor],
+        *,
+        tensor_of: Ints,
+        rank: Ints,
+        lo: Ints,
+        extent: Ints,
+        strides: Ints,
+        num_ranks: int,
+        side: str = "trainer",
+        check: bool = True,
+    ) -> Layout:
+        """The same from columns, where tensors and boxes are known to be possible: row i is a box on `rank[i]`.
+
+        Columns of coordinates are as wide as the widest tensor needs.
+        """
+        held = np.flatnonzero((extent > 0).all(axis=1))
+        keys = (rank[held], *extent[held].T[::-1], *lo[held].T[::-1], tensor_of[held])
+        held = held[np.lexsort(keys)]
+        tensor_of, rank, lo, extent = tensor_of[held], rank[held], lo[held], extent[held]
+        strides = _used_strides(extent, strides[held])
+        box = np.concatenate([tensor_of[:, None], lo, extent], axis=1)
+        is_first = np.ones(len(held), dtype=bool)
+        is_first[1:] = (box[1:] != box[:-1]).any(axis=1)
+        row = np.cumsum(is_first) - 1
+        first = np.flatnonzero(is_first)
+        _check_strides(tensors, row, first, tensor_of, rank, lo, strides)
+        groups, group_of = group_ranks(row, rank)
+        layout = cls(
+            side=side,
+            num_ranks=num_ranks,
+            tensors=tuple(tensors),
+            tensor_of=tensor_of[first].astype(np.int32),
+            group_of=group_of,
+            lo=lo[first].astype(np.int64),
+            extent=extent[first].astype(np.int64),
+            strides=strides[first].astype(np.int64),
+            groups=groups,
+        )
         if check:
             layout.check()
         return layout
@@ -278,6 +364,18 @@ class LayoutBuilder:
         )
 
 
+def tensors_of(
+    names: Iterable[str], dtypes: Sequence[str], dtype: Ints, num_dims: Ints, shape: Ints
+) -> tuple[Tensor, ...]:
+    """Tensors from columns: numbers in `dtypes`, and shapes with trailing ones."""
+    kinds, number = distinct_rows(np.concatenate([dtype[:, None], num_dims[:, None], shape], axis=1))
+    described = [(dtypes[kind[0]], tuple(kind[2 : 2 + kind[1]])) for kind in kinds.tolist()]
+    return tuple(
+        Tensor(name=name, dtype=described[kind][0], shape=described[kind][1])
+        for name, kind in zip(names, number.tolist(), strict=True)
+    )
+
+
 def shape_column(shapes: Sequence[tuple[int, ...]], num_dims: int) -> Ints:
     """Shapes or extents as an (n, num_dims) column with trailing ones."""
     return coordinate_column(shapes, num_dims, fill=1)
@@ -285,8 +383,11 @@ def shape_column(shapes: Sequence[tuple[int, ...]], num_dims: int) -> Ints:
 
 def coordinate_column(values: Sequence[tuple[int, ...]], num_dims: int, *, fill: int) -> Ints:
     """Tuples of coordinates as an (n, num_dims) column, `fill` in the trailing dimensions."""
-    padding = (fill,) * num_dims
-    return np.array([(*value, *padding)[:num_dims] for value in values], dtype=np.int64).reshape(-1, num_dims)
+    found = np.full((len(values), num_dims), fill, dtype=np.int64)
+    lengths = np.fromiter(map(len, values), dtype=np.int64, count=len(values))
+    flat = np.fromiter(chain.from_iterable(values), dtype=np.int64, count=int(lengths.sum()))
+    found[np.arange(num_dims) < lengths[:, None]] = flat
+    return found
 
 
 def check_tensors(tensors: Sequence[Tensor]) -> None:
@@ -386,15 +487,27 @@ def _is_nested(walked: Iterable[tuple[int, int]]) -> bool:
     return True
 
 
-def _used_strides(shard: Shard) -> tuple[int, ...]:
-    """The strides of a shard's memory; row-major in dimensions of one element, where they do not matter."""
-    strides = list(shard.strides or (0,) * len(shard.extent))
-    pitch = 1
-    for dim in range(len(strides) - 1, -1, -1):
-        if shard.strides is None or shard.extent[dim] == 1:
-            strides[dim] = pitch
-        pitch *= shard.extent[dim]
-    return tuple(strides)
+def _used_strides(extent: Ints, strides: Ints) -> Ints:
+    """The strides of boxes; row-major in dimensions of one element, where they do not matter."""
+    return np.where(extent == 1, boxes.row_major_strides(extent), strides)
+
+
+def _check_strides(
+    tensors: Sequence[Tensor], row: Ints, first: Ints, tensor_of: Ints, rank: Ints, lo: Ints, strides: Ints
+) -> None:
+    """Raise unless all replicas of a box have one memory layout; `row[i]` is the box of replica i, sorted."""
+    wrong = np.flatnonzero((strides != strides[first][row]).any(axis=1))
+    if not len(wrong):
+        return
+    same = np.flatnonzero(row == row[wrong[0]])
+    tensor = tensors[tensor_of[same[0]]]
+    dims = len(tensor.shape)
+    found = sorted({tuple(steps) for steps in strides[same, :dims].tolist()})
+    raise LayoutError(
+        f"replicas of `{tensor.name}` at {lo[same[0], :dims].tolist()} have different memory strides: "
+        f"{found} on ranks {sorted(set(rank[same].tolist()))}",
+        hint="give all replicas of a shard one memory layout",
+    )
 
 
 def _check_side(side: str, num_ranks: int | None, num_needed: int) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import repeat
 
 import numpy as np
 from numpy.typing import NDArray
@@ -149,7 +150,7 @@ class Plan:
         """Of every shard that is quantised: how many blocks it touches, and how many of them it holds whole."""
         shards = self.quantized_shards
         tensor = self.trainer.tensor_of[shards]
-        sides = self.recipe.block_sides(self.trainer.tensors)[:, : self.trainer.num_dims][tensor]
+        sides = self.recipe.block_sides(self.trainer)[tensor]
         return cut_blocks(self.trainer.lo[shards], self.trainer.extent[shards], self.trainer.shapes[tensor], sides)
 
     @cached_property
@@ -177,7 +178,9 @@ def scale_name(weight: str) -> str:
 
 def piece_sources(recipe: Recipe, sources: Layout) -> Ints:
     """Tensor number, in the layout with scales, that each piece reads; -1 for padding."""
-    number = {tensor.name: i for i, tensor in enumerate(sources.tensors)}
-    plain = np.array([number.get(name, -1) for name in recipe.sources] + [-1], dtype=np.int64)
-    scale = np.array([number.get(scale_name(name), -1) for name in recipe.sources] + [-1], dtype=np.int64)
+    number = sources.numbers
+    plain = np.array([*map(number.get, recipe.sources, repeat(-1)), -1], dtype=np.int64)
+    if not (recipe.op == Op.SCALE).any():
+        return plain[recipe.src]
+    scale = np.array([*map(number.get, map(scale_name, recipe.sources), repeat(-1)), -1], dtype=np.int64)
     return np.where(recipe.op == Op.SCALE, scale[recipe.src], plain[recipe.src])

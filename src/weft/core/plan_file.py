@@ -169,7 +169,7 @@ def _layout_header(layout: Layout) -> dict[str, Any]:
     return {
         "text": layout.text,
         "num_ranks": layout.num_ranks,
-        "tensors": [[tensor.name, tensor.dtype, list(tensor.shape)] for tensor in layout.tensors],
+        "tensors": [(tensor.name, tensor.dtype, tensor.shape) for tensor in layout.tensors],
     }
 
 

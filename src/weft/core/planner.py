@@ -19,11 +19,11 @@ from weft.config import Settings
 from weft.core import boxes
 from weft.core.assign import Demand, Policy, choose_senders
 from weft.core.boxes import Ints
-from weft.core.layout import Layout, Tensor
+from weft.core.layout import Layout, tensors_of
 from weft.core.plan import Plan, piece_sources, route_boxes, scale_name
 from weft.core.proof import prove
 from weft.core.recipe import Op, Recipe, ignored_tensors, to_destination_dims, to_source_dims, widen
-from weft.core.scaling import QUANT_BLOCK, Scaling, scale_shape
+from weft.core.scaling import QUANT_BLOCK
 from weft.core.topology import Topology
 from weft.errors import ConfigError, LayoutError, PlanError
 
@@ -151,20 +151,19 @@ def with_scales(trainer: Layout, recipe: Recipe) -> Layout:
     wanted = {recipe.sources[i] for i in np.unique(recipe.src[recipe.op == Op.SCALE])}
     if not wanted:
         return trainer
-    names = {tensor.name for tensor in trainer.tensors}
-    taken = sorted(name for name in wanted if scale_name(name) in names)
+    taken = sorted(name for name in wanted if scale_name(name) in trainer.numbers)
     if taken:
         problems = tuple(f"{scale_name(name)}: weft's own name of the scales of {name}" for name in taken)
         raise LayoutError("trainer tensors have names of weft's own", problems=problems, hint="give them other names")
+    scaled = np.flatnonzero(np.fromiter((tensor.name in wanted for tensor in trainer.tensors), dtype=bool))
     number = np.full(len(trainer.tensors), -1, dtype=np.int32)
-    scales: list[Tensor] = []
-    for i, tensor in enumerate(trainer.tensors):
-        if tensor.name in wanted:
-            number[i] = len(trainer.tensors) + len(scales)
-            shape = scale_shape(tensor.shape, recipe.scaling.get(tensor.name, Scaling.BLOCK))
-            scales.append(Tensor(name=scale_name(tensor.name), dtype="fp32", shape=shape))
+    number[scaled] = len(trainer.tensors) + np.arange(len(scaled))
+    block_sides = recipe.block_sides(trainer)
+    shapes = -(-trainer.shapes[scaled] // block_sides[scaled])
+    scale_names = (scale_name(trainer.tensors[i].name) for i in scaled.tolist())
+    scales = tensors_of(scale_names, ("fp32",), np.zeros_like(scaled), trainer.tensor_dims[scaled], shapes)
     rows = np.flatnonzero(number[trainer.tensor_of] >= 0)
-    sides = recipe.block_sides(trainer.tensors)[:, : trainer.num_dims][trainer.tensor_of[rows]]
+    sides = block_sides[trainer.tensor_of[rows]]
     lo = -(-trainer.lo[rows] // sides)
     extent = -(-(trainer.lo[rows] + trainer.extent[rows]) // sides) - lo
     held = (extent > 0).all(axis=1)

@@ -20,6 +20,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import cached_property
+from itertools import repeat
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,6 +28,7 @@ from numpy.typing import NDArray
 from weft.core import boxes
 from weft.core.boxes import Ints, pad_dims
 from weft.core.layout import (
+    DTYPE_BYTES,
     MAX_RANKS,
     Layout,
     LayoutBuilder,
@@ -37,7 +39,7 @@ from weft.core.layout import (
     is_rank,
     shape_column,
 )
-from weft.core.scaling import Scaling, block_sides
+from weft.core.scaling import Scaling, block_sides_of
 from weft.errors import ConfigError, LayoutError
 
 
@@ -115,10 +117,21 @@ class Recipe:
         """Extents in source dimension order."""
         return to_source_dims(self.extent, self.axes)
 
-    def block_sides(self, tensors: Sequence[Tensor]) -> Ints:
-        """Sides of the blocks of source tensors that share a scale, one row for each tensor."""
-        sides = [block_sides(tensor.shape, self.scaling.get(tensor.name, Scaling.BLOCK)) for tensor in tensors]
-        return shape_column(sides, max([self.extent.shape[1], *map(len, sides)]))
+    def scaling_numbers(self, layout: Layout) -> NDArray[np.int64]:
+        """For each tensor of a layout: which of its elements share a scale, as a number in the order of `Scaling`."""
+        numbers = np.zeros(len(layout.tensors), dtype=np.int64)
+        if self.scaling:
+            kinds = {kind: number for number, kind in enumerate(Scaling)}
+            numbers[:] = [kinds[self.scaling.get(tensor.name, Scaling.BLOCK)] for tensor in layout.tensors]
+        return numbers
+
+    def block_sides(self, layout: Layout) -> Ints:
+        """Sides of the blocks of a layout's tensors that share a scale, one row for each tensor."""
+        return block_sides_of(layout.shapes, layout.tensor_dims, self.scaling_numbers(layout))
+
+    def with_scaling(self, scaling: Mapping[str, Scaling]) -> Recipe:
+        """The same, where elements of some sources share scales in another way than 128×128 blocks."""
+        return replace(self, scaling=_checked_scaling(self, scaling))
 
     def check_cover(self) -> None:
         """Raise unless the pieces tile every engine tensor exactly."""
@@ -203,7 +216,7 @@ class Recipe:
         for (tensor, made_of), ranks in same.items():
             builder.add(tensor, (starts + np.array(ranks)).ravel(), made_of)
         recipe = builder.build(num_ranks=num_ranks * num_replicas)
-        return replace(recipe, scaling=_checked_scaling(recipe, scaling or {}))
+        return recipe.with_scaling(scaling or {})
 
 
 def ignored_tensors(trainer: Layout, ignore: Sequence[str]) -> tuple[str, ...]:
@@ -444,17 +457,17 @@ def to_destination_dims(values: Ints, axes: Ints, fill: int) -> Ints:
 
 
 def _source_problems(recipe: Recipe, trainer: Layout, ignore: frozenset[str]) -> Iterator[str]:
-    number = {tensor.name: i for i, tensor in enumerate(trainer.tensors)}
+    number = trainer.numbers
     for name in recipe.sources:
         if name not in number:
             yield f"missing: {name} (the engine needs it, no trainer rank has it)"
         elif name in ignore:
             yield f"ignored: {name} (it is to be left out, but the engine needs it)"
     used = frozenset(recipe.sources) | ignore
-    for tensor in trainer.tensors:
-        if tensor.name not in used:
-            yield f"unexpected: {tensor.name} (a trainer has it, no engine tensor uses it)"
-    source_of = np.array([*(number.get(name, -1) for name in recipe.sources), -1], dtype=np.int64)
+    for name in number:
+        if name not in used:
+            yield f"unexpected: {name} (a trainer has it, no engine tensor uses it)"
+    source_of = np.array([*map(number.get, recipe.sources, repeat(-1)), -1], dtype=np.int64)
     known = np.flatnonzero((recipe.src >= 0) & (source_of[recipe.src] >= 0))
     tensor_of = source_of[recipe.src[known]]
     yield from _shape_problems(recipe, trainer, known, tensor_of)
@@ -465,7 +478,7 @@ def _shape_problems(recipe: Recipe, trainer: Layout, pieces: Ints, tensor_of: In
     num_dims = max(recipe.extent.shape[1], trainer.num_dims)
     shapes = pad_dims(trainer.shapes, num_dims, 1)[tensor_of]
     in_blocks = (recipe.op[pieces] == Op.SCALE)[:, None]
-    sides = pad_dims(recipe.block_sides(trainer.tensors), num_dims, 1)[tensor_of]
+    sides = pad_dims(recipe.block_sides(trainer), num_dims, 1)[tensor_of]
     limit = np.where(in_blocks, -(-shapes // sides), shapes)
     end = pad_dims(recipe.src_lo[pieces] + recipe.src_extent[pieces], num_dims, 1)
     seen = set()
@@ -490,8 +503,7 @@ def _other_dims(recipe: Recipe, trainer: Layout, pieces: Ints, tensor_of: Ints) 
     """Pieces that read their source with more or fewer coordinates than it has."""
     if recipe.src_dims is None:
         return np.zeros(0, dtype=np.int64)
-    num_dims = np.array([len(tensor.shape) for tensor in trainer.tensors], dtype=np.int8)
-    return np.flatnonzero(recipe.src_dims[pieces] != num_dims[tensor_of])
+    return np.flatnonzero(recipe.src_dims[pieces] != trainer.tensor_dims[tensor_of])
 
 
 def _scale_problems(recipe: Recipe) -> Iterator[str]:
@@ -515,10 +527,8 @@ def _scale_problems(recipe: Recipe) -> Iterator[str]:
 
 def _dtype_problems(recipe: Recipe, trainer: Layout, pieces: Ints, tensor_of: Ints) -> Iterator[str]:
     """Pieces whose operation cannot give the destination's dtype, once per source tensor."""
-    names = sorted({tensor.dtype for tensor in (*trainer.tensors, *recipe.engine.tensors)} | {"fp8_e4m3", "fp32"})
-    fp8, fp32 = names.index("fp8_e4m3"), names.index("fp32")
-    src_dtype = np.array([names.index(tensor.dtype) for tensor in trainer.tensors], dtype=np.int64)[tensor_of]
-    dst_dtype = np.array([names.index(tensor.dtype) for tensor in recipe.engine.tensors])[recipe.dst[pieces]]
+    fp8, fp32 = (list(DTYPE_BYTES).index(name) for name in ("fp8_e4m3", "fp32"))
+    src_dtype, dst_dtype = trainer.dtype_of[tensor_of], recipe.engine.dtype_of[recipe.dst[pieces]]
     op = recipe.op[pieces]
     wrong = (op == Op.COPY) & (src_dtype != dst_dtype)
     wrong |= (op == Op.CAST) & ((dst_dtype == fp8) | (src_dtype == fp8))
@@ -531,7 +541,7 @@ def _dtype_problems(recipe: Recipe, trainer: Layout, pieces: Ints, tensor_of: In
             seen.add(source.name)
             how = Op(int(op[i])).name.lower()
             yield f"dtype: {source.name} is {source.dtype}, {dst.name} is {dst.dtype}, and the piece is a {how}"
-    is_matrix = np.array([len(tensor.shape) == 2 for tensor in trainer.tensors], dtype=bool)[tensor_of]
+    is_matrix = (trainer.tensor_dims == 2)[tensor_of]
     quantized = (op == Op.QUANTIZE) | (op == Op.SCALE)
     for number in np.unique(tensor_of[quantized & ~is_matrix]):
         tensor = trainer.tensors[number]

@@ -52,7 +52,7 @@ class RowBoxes:
         trainer, engine = plan.trainer, plan.recipe.engine
         shard, dst, axes = plan.shard, plan.dst, plan.recipe.axes[plan.piece]
         tensor = trainer.tensor_of[shard]
-        num_dims = np.array([len(tensor.shape) for tensor in trainer.tensors], dtype=np.int64)[tensor]
+        num_dims = trainer.tensor_dims[tensor]
         op = plan.recipe.op[plan.piece].astype(np.int64)
         lo, strides = plan.src_lo.astype(np.int64), trainer.strides[shard].astype(np.int64)
         dst_lo, walked = plan.dst_lo.astype(np.int64), engine.strides[dst].astype(np.int64)
@@ -93,9 +93,9 @@ def right_aligned(values: Int64s, num_dims: Int64s, fill: int) -> Int64s:
 
 def _weights(plan: Plan) -> Int64s:
     """Of every trainer tensor its own number; of scales, that of the weight they belong to."""
-    names = [tensor.name for tensor in plan.trainer.tensors]
-    number = {name: i for i, name in enumerate(names)}
-    return np.array([number[name.removesuffix(SCALE_SUFFIX)] for name in names], dtype=np.int64)
+    number = plan.trainer.numbers
+    names = (tensor.name.removesuffix(SCALE_SUFFIX) for tensor in plan.trainer.tensors)
+    return np.fromiter(map(number.__getitem__, names), dtype=np.int64, count=len(plan.trainer.tensors))
 
 
 def _ranked(dst: Ints, dst_offset: Int64s) -> Int64s:

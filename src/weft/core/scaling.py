@@ -41,6 +41,16 @@ def scale_shape(shape: tuple[int, ...], scaling: Scaling = Scaling.BLOCK) -> tup
     return tuple(-(-size // side) for size, side in zip(shape, block_sides(shape, scaling), strict=True))
 
 
+def block_sides_of(shapes: Ints, num_dims: Ints, scaling: Ints) -> Ints:
+    """`block_sides` of many tensors: shapes with trailing ones, and kinds as numbers in the order of `Scaling`."""
+    dim = np.arange(shapes.shape[1])
+    kinds = list(Scaling)
+    block = np.where(dim < num_dims[:, None], QUANT_BLOCK, 1)
+    whole = np.maximum(shapes, 1)
+    sides = np.where((scaling == kinds.index(Scaling.TENSOR))[:, None], whole, block)
+    return np.where((scaling == kinds.index(Scaling.CHANNEL))[:, None], np.where(dim == 0, 1, whole), sides)
+
+
 def cut_blocks(lo: Ints, extent: Ints, shape: Ints, sides: Ints) -> tuple[Ints, Ints]:
     """For boxes of tensors: how many blocks each touches, and how many of those lie wholly inside it."""
     end = lo + extent

@@ -8,15 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
+from operator import mul
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from weft.core.layout import DTYPE_BYTES, Tensor
+from weft.core.layout import DTYPE_BYTES, Tensor, coordinate_column
 from weft.devices import CPU
 from weft.errors import LayoutError
-from weft.runtime.control.messages import HeldShard
+from weft.runtime.control.held import HeldColumns, HeldTable
 from weft.transport.base import Memory
 
 _DTYPES = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16", "float8_e4m3fn": "fp8_e4m3"}
@@ -57,14 +59,14 @@ class Held:
         """Bytes from the first to the last element, gaps included."""
         if 0 in self.extent:
             return 0
-        reach = sum((n - 1) * stride for n, stride in zip(self.extent, self.strides, strict=True))
+        reach = sum(map(mul, self.extent, self.strides)) - sum(self.strides)
         return (reach + 1) * DTYPE_BYTES[self.tensor.dtype]
 
 
 Allocate = Callable[[int], Memory]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Weights:
     """All shards of one member; keeps their memory alive."""
 
@@ -80,43 +82,73 @@ class Weights:
     @classmethod
     def from_arrays(cls, arrays: Mapping[str, NDArray[Any]], *, parts: Mapping[str, Part] | None = None) -> Weights:
         """Weights in NumPy arrays; `parts` says which box of its tensor an array is, where it is not the whole."""
-        held = []
-        for name, array in arrays.items():
-            if array.dtype.name not in _DTYPES:
-                raise LayoutError(f"`{name}` is {array.dtype.name}", hint=f"use one of {', '.join(_DTYPES)}")
-            part = (parts or {}).get(name, Part(shape=array.shape, lo=(0,) * array.ndim))
-            size = array.dtype.itemsize
-            if any(stride % size or stride < size for stride in array.strides):
-                raise LayoutError(f"`{name}` has strides {array.strides}", hint="use an array with positive strides")
-            held.append(
-                Held(
-                    tensor=Tensor(name=name, dtype=_DTYPES[array.dtype.name], shape=part.shape),
-                    lo=part.lo,
-                    extent=array.shape,
-                    strides=tuple(stride // size for stride in array.strides),
-                    address=int(np.asarray(array).ctypes.data),
-                )
-            )
+        kinds = _ArrayKinds()
+        held = tuple(kinds.held(name, array, (parts or {}).get(name)) for name, array in arrays.items())
         ranges = tuple(sorted({(shard.address, shard.span_bytes) for shard in held}))
-        return cls(tuple(held), ranges, keep=dict(arrays))
+        return cls(held, ranges, keep=dict(arrays))
+
+    @cached_property
+    def addresses(self) -> NDArray[np.int64]:
+        """Where each shard begins."""
+        return np.fromiter((held.address for held in self.held), dtype=np.int64, count=len(self.held))
+
+    @cached_property
+    def table(self) -> HeldTable:
+        """The shards as columns."""
+        held = self.held
+        dtypes = {dtype: number for number, dtype in enumerate(dict.fromkeys(shard.tensor.dtype for shard in held))}
+        num_dims = np.array([len(shard.extent) for shard in held], dtype=np.int64)
+        width = int(num_dims.max(initial=1))
+        return HeldTable(
+            names=[shard.tensor.name for shard in held],
+            aliases={number: shard.aliases for number, shard in enumerate(held) if shard.aliases},
+            dtypes=tuple(dtypes),
+            dtype=np.array([dtypes[shard.tensor.dtype] for shard in held], dtype=np.int64),
+            num_dims=num_dims,
+            shape=coordinate_column([shard.tensor.shape for shard in held], width, fill=1),
+            lo=coordinate_column([shard.lo for shard in held], width, fill=0),
+            extent=coordinate_column([shard.extent for shard in held], width, fill=1),
+            strides=coordinate_column([shard.strides for shard in held], width, fill=1),
+        )
 
     @property
-    def shards(self) -> list[HeldShard]:
+    def shards(self) -> HeldColumns:
         """The shards, as the controller gets to know them."""
-        return [
-            HeldShard(
-                name=held.tensor.name,
-                aliases=held.aliases,
-                dtype=held.tensor.dtype,
-                shape=held.tensor.shape,
-                lo=held.lo,
-                extent=held.extent,
-                strides=held.strides,
-            )
-            for held in self.held
-        ]
+        return self.table.packed()
 
     @property
     def num_bytes(self) -> int:
         """Bytes of all shards, without gaps."""
-        return sum(int(np.prod(held.extent)) * DTYPE_BYTES[held.tensor.dtype] for held in self.held)
+        return int(self.table.num_bytes.sum())
+
+
+class _ArrayKinds:
+    """Describes arrays; what those of one kind have in common is looked at once."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[Any, ...], tuple[str, tuple[int, ...]]] = {}
+
+    def held(self, name: str, array: NDArray[Any], part: Part | None) -> Held:
+        """An array as a shard."""
+        kind = array.dtype, array.shape, array.strides
+        if kind not in self._known:
+            self._known[kind] = _dtype_and_strides(name, array)
+        dtype, strides = self._known[kind]
+        shape, lo = (array.shape, (0,) * array.ndim) if part is None else (part.shape, part.lo)
+        return Held(
+            tensor=Tensor(name=name, dtype=dtype, shape=shape),
+            lo=lo,
+            extent=array.shape,
+            strides=strides,
+            address=array.ctypes.data,
+        )
+
+
+def _dtype_and_strides(name: str, array: NDArray[Any]) -> tuple[str, tuple[int, ...]]:
+    """Weft's name of an array's dtype, and its strides in elements."""
+    if array.dtype.name not in _DTYPES:
+        raise LayoutError(f"`{name}` is {array.dtype.name}", hint=f"use one of {', '.join(_DTYPES)}")
+    size = array.dtype.itemsize
+    if any(stride % size or stride < size for stride in array.strides):
+        raise LayoutError(f"`{name}` has strides {array.strides}", hint="use an array with positive strides")
+    return _DTYPES[array.dtype.name], tuple(stride // size for stride in array.strides)

@@ -197,6 +197,13 @@ class Ranges:
         self._shift[address] = shift
         self._sorted = None
 
+    def add_all(self, ranges: Sequence[tuple[int, int]]) -> None:
+        """Register many ranges: address and bytes of each."""
+        for known in ranges:
+            self._ranges[known] = self._ranges.get(known, 0) + 1
+        self._shift.update((address, 0) for address, _ in ranges)
+        self._sorted = None
+
     def remove(self, address: int, num_bytes: int) -> None:
         """Undo one registration."""
         left = self._ranges[address, num_bytes] - 1
@@ -236,11 +243,10 @@ class Ranges:
     def columns(self) -> tuple[Column, Column]:
         """Starts and ends, sorted; of ranges that start together the longest counts."""
         if self._sorted is None:
-            longest: dict[int, int] = {}
-            for address, num_bytes in self._ranges:
-                longest[address] = max(longest.get(address, 0), num_bytes)
-            starts = np.array(sorted(longest), dtype=np.uint64)
-            self._sorted = starts, starts + np.array([longest[s] for s in starts.tolist()], dtype=np.uint64)
+            ranges = np.array(list(self._ranges), dtype=np.uint64).reshape(-1, 2)
+            address, num_bytes = ranges[np.lexsort((ranges[:, 1], ranges[:, 0]))].T
+            is_longest = np.append(address[1:] != address[:-1], np.ones(min(len(address), 1), dtype=bool))
+            self._sorted = address[is_longest], (address + num_bytes)[is_longest]
         return self._sorted
 
     def shifts(self) -> NDArray[np.int64]:

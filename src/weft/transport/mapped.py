@@ -16,7 +16,7 @@ import numpy as np
 
 from weft.core.planes import Planes, cut_long_rows, joined
 from weft.errors import TransportError
-from weft.transport.base import Peer, Ticket, Written
+from weft.transport.base import Handle, Peer, Ticket, Written
 from weft.transport.chunked import ChunkedTransport
 
 AnyPeer = TypeVar("AnyPeer", bound=Peer)
@@ -42,6 +42,13 @@ class DirectBatch:
 
 class MappedTransport(ChunkedTransport[AnyPeer]):
     """Writes planes straight to where they belong."""
+
+    def register_sources(self, ranges: Sequence[tuple[int, int]]) -> list[Handle]:
+        """Allow writes from many ranges; nothing but their addresses has to be known."""
+        for address, num_bytes in ranges:
+            self._check_range(address, num_bytes)
+        self._registered.add_all(ranges)
+        return [Handle(address=address, num_bytes=num_bytes) for address, num_bytes in ranges]
 
     def prepare_direct(self, peer: str, chunks: Sequence[Planes]) -> DirectBatch:
         """Check and map planes; raises RegistrationError for one outside registered memory of either side."""

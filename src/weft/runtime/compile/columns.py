@@ -31,19 +31,19 @@ def squeeze(columns: Mapping[str, NDArray[np.integer]]) -> bytes:
     return msgspec.msgpack.encode(_Table(shapes, zlib.compress(joined.tobytes(), 1)))
 
 
-def expand(data: bytes, names: Sequence[str]) -> dict[str, Int64s]:
-    """The columns again; raises ProtocolError for anything else."""
+def expand(data: bytes, names: Sequence[str], *, max_numbers: int = MAX_NUMBERS) -> dict[str, Int64s]:
+    """The columns again; raises ProtocolError for anything else, or more than `max_numbers` in all columns."""
     try:
         table = _decoder.decode(data)
         total = sum(_count(shape) for shape in table.shapes.values())
-        if set(table.shapes) != set(names) or total > MAX_NUMBERS:
+        if set(table.shapes) != set(names) or total > max_numbers:
             raise ValueError(f"columns {sorted(table.shapes)} of {total} numbers")
         unpacker = zlib.decompressobj()
         raw = unpacker.decompress(table.data, 8 * total + 1)
         if len(raw) != 8 * total or not unpacker.eof:
             raise ValueError(f"{len(raw)} bytes for {total} numbers")
     except (msgspec.DecodeError, ValueError, zlib.error) as error:
-        raise ProtocolError(f"a table of a plan is damaged: {error}") from error
+        raise ProtocolError(f"a table is damaged: {error}") from error
     found, at = {}, 0
     numbers = np.frombuffer(raw, dtype="<i8")
     for name, shape in table.shapes.items():

@@ -9,15 +9,17 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
-import msgspec
 import numpy as np
 
+from weft.core.box_recipe import TakenBoxes
+from weft.core.layout import Tensor
 from weft.core.plan import Plan
 from weft.core.plan_fit import fit_plan
 from weft.core.recipe import Op, Piece, Recipe, padding_piece
 from weft.core.scaling import Scaling
-from weft.runtime.compile.matching import Matched, engine_tensors, piece_of, scalings, trainer_layout
-from weft.runtime.control.messages import HeldShard, Join
+from weft.runtime.compile.matching import Matched, side_of, trainer_layout
+from weft.runtime.control.held import HeldShard
+from weft.runtime.control.messages import Join
 
 
 def follow_plan(
@@ -25,30 +27,43 @@ def follow_plan(
 ) -> Plan:
     """The saved plan's routes between these members; raises a LayoutError with every difference."""
     planned = _PlannedTensors(saved)
-    reported = {rank: planned.recognise(rank, join.held) for rank, join in engines.items()}
-    boxed = {rank: msgspec.structs.replace(engines[rank], held=found.boxes) for rank, found in reported.items()}
-    matched = Matched.of(trainers, engines)
-    pieces = {
-        rank: [*(piece_of(held, matched) for held in found.boxes), *found.pieces] for rank, found in reported.items()
-    }
-    tensors = {rank: engine_tensors([*found.boxes, *found.named]) for rank, found in reported.items()}
+    reported = {rank: planned.recognise(rank, join.held.table) for rank, join in engines.items()}
+    holding, taking = side_of(trainers), side_of(engines)
+    matched = Matched.of(holding, taking)
+    boxes = np.concatenate(
+        [taking.starts[rank] + np.array(found.boxes, dtype=np.int64) for rank, found in reported.items()]
+    )
+    tensors, pieces = _boxes_by_rank(matched.taken(boxes), engines)
+    for rank, found in reported.items():
+        tensors[rank] += found.named
+        pieces[rank] += found.pieces
     scaling = planned.scaling(piece for found in reported.values() for piece in found.pieces)
-    recipe = Recipe.from_pieces(tensors, pieces, scaling=scaling | scalings(boxed, matched))
+    recipe = Recipe.from_pieces(tensors, pieces, scaling=scaling | matched.scalings(boxes))
     return fit_plan(
         saved,
-        trainer=trainer_layout(trainers, set(saved.recipe.sources), check=False),
+        trainer=trainer_layout(holding, set(saved.recipe.sources), num_ranks=len(trainers), check=False),
         recipe=replace(recipe, num_replicas=len(engines) // ranks_per_engine),
-        problems=tuple(matched.shape_problems(boxed).values()),
+        problems=tuple(matched.shape_problems(boxes).values()),
     )
+
+
+def _boxes_by_rank(taken: TakenBoxes, ranks: Iterable[int]) -> tuple[dict[int, list[Tensor]], dict[int, list[Piece]]]:
+    """Tensors that are boxes of their sources, and these boxes, by engine rank."""
+    tensors: dict[int, list[Tensor]] = {rank: [] for rank in ranks}
+    pieces: dict[int, list[Piece]] = {rank: [] for rank in ranks}
+    for row, rank in enumerate(taken.rank.tolist()):
+        tensors[rank].append(taken.tensor(row))
+        pieces[rank].append(taken.piece(row))
+    return tensors, pieces
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Reported:
     """What one engine rank holds."""
 
-    boxes: list[HeldShard] = field(default_factory=list)
-    """Boxes of checkpoint tensors."""
-    named: list[HeldShard] = field(default_factory=list)
+    boxes: list[int] = field(default_factory=list)
+    """Numbers of its shards that are boxes of checkpoint tensors."""
+    named: list[Tensor] = field(default_factory=list)
     """Whole tensors of the plan's."""
     pieces: list[Piece] = field(default_factory=list)
     """What those are made of."""
@@ -70,14 +85,14 @@ class _PlannedTensors:
         mine = np.flatnonzero(engine.groups.contain(engine.group_of, np.full(len(engine.lo), rank)))
         rows = {engine.tensors[engine.tensor_of[row]].name: row for row in mine.tolist()}
         found = _Reported()
-        for shard in held:
+        for number, shard in enumerate(held):
             if 0 in shard.extent:
                 continue
             row = rows.get(shard.name)
             if row is None or self._is_box(shard) or not self._is_whole(shard, row):
-                found.boxes.append(shard)
+                found.boxes.append(number)
             else:
-                found.named.append(shard)
+                found.named.append(Tensor(name=shard.name, dtype=shard.dtype, shape=shard.extent))
                 found.pieces.extend(self._pieces(row))
         return found
 

@@ -4,63 +4,66 @@ holders exchange them."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 
 import numpy as np
 from numpy.typing import NDArray
 
-from weft.codec.conversion import HeldGrid
-from weft.codec.fp8 import Box, Grid
+from weft.codec.fp8 import Grid
+from weft.codec.grids import SCALINGS, GridBoxes, HeldGrids
 from weft.core.boxes import Ints
 from weft.core.exchange import ScaleGroups
-from weft.core.layout import DTYPE_BYTES
 from weft.core.plan import Plan
 from weft.core.recipe import Op
-from weft.core.scaling import Scaling
+from weft.errors import ProtocolError
 from weft.runtime.compile.columns import expand, squeeze
-from weft.runtime.weights import Held
+from weft.runtime.weights import Weights
 
 Int64s = NDArray[np.int64]
-SCALINGS = tuple(Scaling)
-"""Kinds of scales by their number in tables."""
 _Rect = tuple[tuple[int, int], tuple[int, int]]
 """First row and column, and those behind the last."""
-
-
-def grid_of(plan: Plan, tensor: int) -> Grid:
-    """The blocks of a matrix."""
-    described = plan.trainer.tensors[tensor]
-    rows, columns = described.shape
-    return Grid(rows=rows, columns=columns, scaling=plan.recipe.scaling.get(described.name, Scaling.BLOCK))
 
 
 def trainer_grids(plan: Plan, groups: ScaleGroups, trainer: int, shard_number: Int64s) -> TrainerGrids:
     """The matrices one trainer quantises parts of, with the boxes it must look at.
 
-    `shard_number`: see `held_numbers`.
+    `shard_number`: of every row of the trainer layout the number of the shard it is held as; -1: it is not.
     """
     layout = plan.trainer
     shards = np.flatnonzero((shard_number >= 0) & (groups.group[layout.tensor_of] >= 0))
-    shards = shards[np.lexsort((layout.tensor_of[shards], groups.group[layout.tensor_of[shards]]))]
-    is_sole = layout.groups.sizes[layout.group_of[shards]] == 1
-    sent = {} if is_sole.all() else _sent_boxes(plan, trainer)
-    tensors = np.unique(layout.tensor_of[shards])
+    tensor = layout.tensor_of[shards]
+    tensors = np.unique(tensor)
     tensors = tensors[np.lexsort((tensors, groups.group[tensors]))]
-    number = {int(tensor): i for i, tensor in enumerate(tensors)}
-    boxes: list[tuple[int, ...]] = []
-    columns = (shards, layout.tensor_of[shards], layout.lo[shards], layout.extent[shards], is_sole)
-    for shard, tensor, lo, extent, alone in zip(*(column.tolist() for column in columns), strict=True):
-        mine = _rect(lo, extent)
-        rects = [mine] if alone else _needed(grid_of(plan, tensor), mine, sent.get(tensor, []))
-        for first, last in rects:
-            rows, columns_ = last[0] - first[0], last[1] - first[1]
-            boxes.append((number[tensor], int(shard_number[shard]), *first, rows, columns_))
-    return TrainerGrids(plan, groups, tensors, boxes)
+    number = np.full(len(layout.tensors), -1, dtype=np.int64)
+    number[tensors] = np.arange(len(tensors))
+    is_sole = layout.groups.sizes[layout.group_of[shards]] == 1
+    mine = shards[is_sole]
+    names = number[layout.tensor_of[mine]], shard_number[mine]
+    whole = np.concatenate([np.stack(names, axis=1), layout.lo[mine, :2], layout.extent[mine, :2]], axis=1)
+    shared = _shared_boxes(plan, trainer, shards[~is_sole], number, shard_number)
+    boxes = np.concatenate([whole, shared]) if len(shared) else whole
+    return TrainerGrids(plan, groups, tensors, boxes[np.argsort(boxes[:, 0], kind="stable")])
+
+
+def _shared_boxes(plan: Plan, trainer: int, shards: Ints, number: Int64s, shard_number: Int64s) -> Int64s:
+    """Boxes of shards that others hold too. What is needed of shards that are alike is found out once."""
+    layout, needed = plan.trainer, cache(_needed)
+    tensor = layout.tensor_of[shards]
+    sent = _sent_boxes(plan, trainer) if len(shards) else {}
+    scaling = plan.recipe.scaling_numbers(layout)[tensor]
+    columns = (tensor, shard_number[shards], number[tensor], scaling, layout.shapes[tensor, :2])
+    boxes = (layout.lo[shards, :2], layout.extent[shards, :2])
+    found: list[tuple[int, ...]] = []
+    for of, shard, mine, kind, size, lo, extent in zip(*(c.tolist() for c in (*columns, *boxes)), strict=True):
+        for first, last in needed((*size, kind), _rect(lo, extent), tuple(sent.get(of, ()))):
+            found.append((mine, shard, *first, last[0] - first[0], last[1] - first[1]))
+    return np.array(found, dtype=np.int64).reshape(-1, 6)
 
 
 class TrainerGrids:
     """The quantised matrices of one trainer."""
 
-    def __init__(self, plan: Plan, groups: ScaleGroups, tensors: Ints, boxes: list[tuple[int, ...]]) -> None:
+    def __init__(self, plan: Plan, groups: ScaleGroups, tensors: Ints, boxes: Int64s) -> None:
         self.tensors = tensors
         """Numbers of trainer tensors, sorted by group."""
         self.groups = frozenset(groups.group[tensors].tolist())
@@ -71,81 +74,69 @@ class TrainerGrids:
         """As they travel; empty where there are none."""
         if not len(self.tensors):
             return b""
-        grids = [grid_of(self._plan, tensor) for tensor in self.tensors.tolist()]
-        return squeeze(
-            {
-                "grids": np.array(
-                    [
-                        (grid.rows, grid.columns, SCALINGS.index(grid.scaling), group, self._all.first_key[tensor])
-                        for grid, group, tensor in zip(
-                            grids, self._all.group[self.tensors].tolist(), self.tensors.tolist(), strict=True
-                        )
-                    ],
-                    dtype=np.int64,
-                ),
-                "boxes": np.array(self._boxes, dtype=np.int64).reshape(-1, 6),
-            }
-        )
+        trainer, tensors = self._plan.trainer, self.tensors
+        scaling = self._plan.recipe.scaling_numbers(trainer)[tensors]
+        numbers = (scaling, self._all.group[tensors], self._all.first_key[tensors])
+        grids = np.concatenate([trainer.shapes[tensors, :2], np.stack(numbers, axis=1)], axis=1)
+        return squeeze({"grids": grids, "boxes": self._boxes})
 
 
-def held_grids(data: bytes, held: Sequence[Held]) -> list[HeldGrid]:
-    """The matrices a trainer quantises, as it works on them: in the memory it holds."""
+def held_grids(data: bytes, weights: Weights) -> HeldGrids:
+    """The matrices a trainer quantises, as it works on them: in the memory it holds. Raises ProtocolError."""
     if not data:
-        return []
+        return HeldGrids()
     tables = expand(data, ("grids", "boxes"))
-    boxes: list[list[Box]] = [[] for _ in range(len(tables["grids"]))]
-    names = [""] * len(boxes)
-    for number, shard, row, column, rows, columns in tables["boxes"].tolist():
-        mine = held[shard]
-        size = DTYPE_BYTES[mine.tensor.dtype]
-        offset = (row - mine.lo[0]) * mine.strides[0] + (column - mine.lo[1]) * mine.strides[1]
-        names[number] = mine.tensor.name
-        boxes[number].append(
-            Box(
-                address=mine.address + offset * size,
-                stride=mine.strides[0] * size,
-                width=size,
-                first=(row, column),
-                rows=rows,
-                columns=columns,
-            )
-        )
-    return [
-        HeldGrid(
-            name=name,
-            grid=Grid(rows=rows, columns=columns, scaling=SCALINGS[scaling]),
-            group=group,
-            first_key=first_key,
-            boxes=tuple(found),
-        )
-        for (rows, columns, scaling, group, first_key), found, name in zip(
-            tables["grids"].tolist(), boxes, names, strict=True
-        )
-    ]
+    grids, boxes, held = tables["grids"], tables["boxes"], weights.table
+    fits = grids.ndim == 2 and boxes.ndim == 2 and grids.shape[1:] == (5,) and boxes.shape[1:] == (6,)
+    limits = ((boxes[:, 0], len(grids)), (boxes[:, 1], len(held)), (grids[:, 2], len(SCALINGS))) if fits else ()
+    if not fits or not all(((column >= 0) & (column < most)).all() for column, most in limits):
+        raise ProtocolError("a table of quantised matrices does not fit together")
+    grid, shard, first, extent = boxes[:, 0], boxes[:, 1], boxes[:, 2:4], boxes[:, 4:]
+    lo, strides, width = held.lo[shard], held.strides[shard], held.itemsize[shard]
+    inside = (held.num_dims[shard] == 2) & (np.diff(grid, prepend=0) >= 0) & (extent > 0).all(axis=1)
+    inside &= ((first >= lo[:, :2]) & (first + extent <= lo[:, :2] + held.extent[shard, :2])).all(axis=1)
+    if not inside.all():
+        raise ProtocolError(f"`{held.names[shard[np.argmin(inside)]]}`: quantised outside of what is held")
+    names = np.zeros(len(grids), dtype=np.int64)
+    names[grid] = shard
+    return HeldGrids(
+        names=[held.names[number] for number in names.tolist()],
+        size=grids[:, :2],
+        scaling=grids[:, 2],
+        group=grids[:, 3],
+        first_key=grids[:, 4],
+        boxes=GridBoxes(
+            grid=grid,
+            address=weights.addresses[shard] + ((first - lo[:, :2]) * strides[:, :2]).sum(axis=1) * width,
+            stride=strides[:, 0] * width,
+            width=width,
+            first=first,
+            extent=extent,
+        ),
+    )
 
 
 def _sent_boxes(plan: Plan, trainer: int) -> dict[int, list[_Rect]]:
     """What a trainer sends of each quantised matrix, in elements; scales count as the blocks they belong to."""
     rows = np.unique(np.searchsorted(plan.first, np.flatnonzero(plan.sender == trainer), side="right") - 1)
     op = plan.recipe.op[plan.piece[rows]]
+    rows = rows[(op == Op.QUANTIZE) | (op == Op.SCALE)]
+    tensor = plan.row_boxes.weight[rows]
+    is_scale = (plan.recipe.op[plan.piece[rows]] == Op.SCALE)[:, None]
+    side = np.where(is_scale, plan.recipe.block_sides(plan.trainer)[tensor, :2], 1)
+    first, extent = plan.src_lo[rows, :2] * side, plan.src_extent[rows, :2] * side
     found: dict[int, list[_Rect]] = {}
-    number = {tensor.name: i for i, tensor in enumerate(plan.trainer.tensors)}
-    for row in rows[(op == Op.QUANTIZE) | (op == Op.SCALE)].tolist():
-        piece = plan.piece[row]
-        tensor = number[plan.recipe.sources[plan.recipe.src[piece]]]
-        rect = _rect(plan.src_lo[row].tolist(), plan.src_extent[row].tolist())
-        if plan.recipe.op[piece] == Op.SCALE:
-            height, width = grid_of(plan, tensor).block
-            rect = (
-                (rect[0][0] * height, rect[0][1] * width),
-                (rect[1][0] * height, rect[1][1] * width),
-            )
-        found.setdefault(tensor, []).append(rect)
+    for number, lo, size in zip(tensor.tolist(), first.tolist(), extent.tolist(), strict=True):
+        found.setdefault(number, []).append(_rect(lo, size))
     return found
 
 
-def _needed(grid: Grid, mine: _Rect, sent: list[_Rect]) -> list[_Rect]:
-    """Of a shard that others hold too: the blocks of what is sent, and those at its borders, which others may need."""
+def _needed(matrix: tuple[int, int, int], mine: _Rect, sent: tuple[_Rect, ...]) -> list[_Rect]:
+    """Of a shard that others hold too: the blocks of what is sent, and those at its borders, which others may need.
+
+    `matrix`: its rows and columns, and which of its elements share a scale.
+    """
+    grid = Grid(rows=matrix[0], columns=matrix[1], scaling=SCALINGS[matrix[2]])
     (top, left), (bottom, right) = mine
     height, width = grid.block
     edges = [

@@ -6,15 +6,14 @@ for each box travel; addresses do not, because every member knows its own.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
 import numpy as np
 from numpy.typing import NDArray
 
-from weft.codec.conversion import DTYPES
-from weft.core.boxes import Ints, row_major_strides
-from weft.core.layout import Layout
+from weft.codec.conversion import DTYPE_WIDTHS, DTYPES
+from weft.core.boxes import row_major_strides
+from weft.core.fingerprint import distinct_rows
 from weft.core.plan import Plan
 from weft.core.recipe import Op
 from weft.core.row_boxes import RowBoxes
@@ -22,8 +21,6 @@ from weft.errors import ProtocolError
 from weft.runtime.compile.columns import expand, squeeze
 
 Int64s = NDArray[np.int64]
-_WIDTH = np.array([4, 2, 2, 1], dtype=np.int64)
-"""Bytes of an element, by number of its dtype."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,12 +61,12 @@ class LinkBoxes:
     @property
     def src_width(self) -> Int64s:
         """Bytes of an element of each box, on the trainer."""
-        return _WIDTH[self.what[self.kind, 1]]
+        return DTYPE_WIDTHS[self.what[self.kind, 1]]
 
     @property
     def width(self) -> Int64s:
         """Bytes of an element of each box, on the engine."""
-        return _WIDTH[self.what[self.kind, 2]]
+        return DTYPE_WIDTHS[self.what[self.kind, 2]]
 
     @property
     def compact(self) -> Int64s:
@@ -103,8 +100,8 @@ class PlanBoxes:
 
     def __init__(self, plan: Plan, rows: RowBoxes) -> None:
         self._plan, self.rows = plan, rows
-        src_dtype = dtype_numbers(plan.trainer)[plan.trainer.tensor_of[plan.shard]]
-        dst_dtype = dtype_numbers(plan.recipe.engine)[plan.recipe.engine.tensor_of[plan.dst]]
+        src_dtype = plan.trainer.dtype_of[plan.trainer.tensor_of[plan.shard]]
+        dst_dtype = plan.recipe.engine.dtype_of[plan.recipe.engine.tensor_of[plan.dst]]
         what = np.stack([rows.op, src_dtype, dst_dtype], axis=1)
         table = np.concatenate([rows.extent, rows.src_strides, rows.dst_strides, what], axis=1)
         self._kinds, self._kind = distinct_rows(table)
@@ -141,41 +138,3 @@ class PlanBoxes:
             group=rows.group[mine],
             place=np.argsort(np.argsort(rows.place[mine])),
         )
-
-
-def dtype_numbers(layout: Layout) -> Int64s:
-    """Numbers of the dtypes of a layout's tensors."""
-    number = {dtype: i for i, dtype in enumerate(DTYPES)}
-    return np.array([number[tensor.dtype] for tensor in layout.tensors], dtype=np.int64)
-
-
-def distinct_rows(table: Int64s) -> tuple[Int64s, Int64s]:
-    """The different rows of a table, and which of them each row is.
-
-    Rows are compared by a 64-bit mixture of their numbers first, which is much faster than sorting them whole.
-    """
-    mixed = np.zeros(len(table), dtype=np.uint64)
-    for column in range(table.shape[1]):
-        mixed = (mixed ^ table[:, column].astype(np.uint64)) * np.uint64(0x9E3779B97F4A7C15)
-        mixed ^= mixed >> np.uint64(29)
-    _, first, number = np.unique(mixed, return_index=True, return_inverse=True)
-    if not (table[first][number] == table).all():  # two rows with one mixture
-        distinct, exact = np.unique(table, axis=0, return_inverse=True)
-        return distinct, exact.reshape(-1)
-    return table[first], number
-
-
-HeldKey = tuple[str, tuple[int, ...], tuple[int, ...]]
-"""Name, first coordinate and extent of a shard."""
-
-
-def held_numbers(layout: Layout, rank: int, where: Mapping[HeldKey, int]) -> Int64s:
-    """Of every row of a layout the number of the shard a member holds it as; -1: it does not."""
-    found = np.full(len(layout.lo), -1, dtype=np.int64)
-    mine: Ints = np.flatnonzero(layout.groups.contain(layout.group_of, np.full(len(layout.lo), rank)))
-    columns = (mine, layout.tensor_of[mine], layout.lo[mine], layout.extent[mine])
-    for row, tensor, lo, extent in zip(*(column.tolist() for column in columns), strict=True):
-        described = layout.tensors[tensor]
-        dims = len(described.shape)
-        found[row] = where.get((described.name, tuple(lo[:dims]), tuple(extent[:dims])), -1)
-    return found

@@ -16,12 +16,11 @@ import itertools
 import numpy as np
 from numpy.typing import NDArray
 
-from weft.codec.conversion import DTYPES, ChunkFill, Conversion
+from weft.codec.conversion import ChunkFill, Conversion, Conversions
 from weft.codec.delta import ImageRows
 from weft.codec.image import ImageLayout, Section
 from weft.core.boxes import contiguous_run, row_major_strides
 from weft.core.carriage import Carriage
-from weft.core.layout import DTYPE_BYTES
 from weft.core.planes import PlaneColumns, Planes, num_runs, planes_of
 from weft.core.recipe import Op
 from weft.core.streams import UNIT_ALIGN, Path, StreamBoxes, cut_streams, paths_of
@@ -188,7 +187,7 @@ class LinkStream:
         copied = self._copies(address, at)
         converted = self._conversions(address, at)
         return [
-            ChunkFill(planes=planes, boxes=tuple(found), source_end=_source_end(planes, found))
+            ChunkFill(planes=planes, boxes=found, source_end=_source_end(planes, found))
             for planes, found in zip(copied, converted, strict=True)
         ]
 
@@ -198,36 +197,30 @@ class LinkStream:
         table = Planes.of(planes, src=address[units], dst=at[units], width=self._width[units])
         return self._by_chunk(planes, units, table, self.num_straight, self.num_chunks)
 
-    def _conversions(self, address: Int64s, at: Int64s) -> list[list[tuple[Conversion, int]]]:
-        """Boxes that are cast or quantised, and scales, with their places."""
-        found: list[list[tuple[Conversion, int]]] = [[] for _ in range(self.num_packed)]
+    def _conversions(self, address: Int64s, at: Int64s) -> list[Conversions]:
+        """Boxes that are cast or quantised, and scales, with their places: for each packed Chunk."""
         units = np.flatnonzero(self._op != Op.COPY)
-        if not len(units):
-            return found
-        casts = units[self._op[units] == Op.CAST]
+        casts, scaled = (units[(self._op[units] == Op.CAST) == is_cast] for is_cast in (True, False))
         planes = planes_of(self.units.extent[casts], self._src_strides[casts], self._compact[casts])
-        self._collect(found, casts[planes.box], planes, address, at)
-        scaled = units[self._op[units] != Op.CAST]
-        self._collect(found, scaled, _matrices(self.units.extent[scaled], self._src_strides[scaled]), address, at)
-        return found
+        matrices = _matrices(self.units.extent[scaled], self._src_strides[scaled])
+        tables = [self._converted(casts[planes.box], planes, address), self._converted(scaled, matrices, address)]
+        unit = np.concatenate([casts[planes.box], scaled])
+        within = np.concatenate([planes.offset[1], matrices.offset[1]])
+        chunk = self.units.chunk[unit] - self.num_straight
+        order = np.argsort(chunk, kind="stable")
+        found = Conversions(table=np.concatenate(tables)[order], at=(at[unit] + within * self._width[unit])[order])
+        borders = np.searchsorted(chunk[order], np.arange(self.num_packed + 1)).tolist()
+        return [found[a:b] for a, b in itertools.pairwise(borders)]
 
-    def _collect(
-        self,
-        found: list[list[tuple[Conversion, int]]],
-        unit: Int64s,
-        planes: PlaneColumns,
-        address: Int64s,
-        at: Int64s,
-    ) -> None:
-        """Add planes that are converted to their Chunks; `unit[i]` is the unit plane i belongs to."""
+    def _converted(self, unit: Int64s, planes: PlaneColumns, address: Int64s) -> Int64s:
+        """Planes that are converted, as rows of `Conversions`; `unit[i]` is the unit plane i belongs to."""
         boxes, box = self.boxes, self.units.box[unit]
         first = boxes.first[box] + self.units.first[unit][:, -2:]
         src_width = boxes.src_width[box]
-        is_scale = boxes.op[box] == Op.SCALE
         columns = {
             "op": boxes.op[box],
             "grid": np.maximum(boxes.grid[box], 0),
-            "src": np.where(is_scale, 0, address[unit] + planes.offset[0] * src_width),
+            "src": np.where(boxes.op[box] == Op.SCALE, 0, address[unit] + planes.offset[0] * src_width),
             "stride": planes.stride[0] * src_width,
             "src_dtype": boxes.what[boxes.kind[box], 1],
             "dst_dtype": boxes.what[boxes.kind[box], 2],
@@ -236,11 +229,7 @@ class LinkStream:
             "rows": planes.rows,
             "columns": planes.run,
         }
-        rows = zip(*(columns[name].tolist() for name in Conversion._fields), strict=True)
-        places = at[unit] + planes.offset[1] * self._width[unit]
-        chunk = self.units.chunk[unit] - self.num_straight
-        for row, place, number in zip(rows, places.tolist(), chunk.tolist(), strict=True):
-            found[number].append((Conversion._make(row), place))
+        return np.stack([columns[name] for name in Conversion._fields], axis=1)
 
     def parcels(self, to: Int64s | int, place: Int64s | None) -> list[Planes]:
         """What each packed Chunk writes: sources count from its beginning; `to` and `place` as for `straight`."""
@@ -319,13 +308,10 @@ def _matrices(extent: Int64s, src_strides: Int64s) -> PlaneColumns:
     )
 
 
-def _source_end(planes: Planes, found: list[tuple[Conversion, int]]) -> int:
+def _source_end(planes: Planes, found: Conversions) -> int:
     """Behind the last byte of the weights a Chunk reads."""
     address, num_bytes = planes.src_spans
-    copied = int((address + num_bytes).max(initial=0))
-    widths = [DTYPE_BYTES[dtype] for dtype in DTYPES]
-    ends = (box.src + (box.rows - 1) * box.stride + box.columns * widths[box.src_dtype] for box, _ in found)
-    return max([copied, *ends])
+    return max(int((address + num_bytes).max(initial=0)), found.source_end)
 
 
 def _section_rows(table: Planes, chunk_begin: int, section: Section, scratch: int) -> ImageRows:

@@ -3,27 +3,39 @@
 Engine tensors take the boxes of equally named trainer tensors. Where precisions differ they are cast; an engine tensor
 `X` in FP8 is quantised from `X`, and its scales go to `X_scale_inv` or `X_scale`, whose shape says which elements share
 one: [⌈n/128⌉, ⌈k/128⌉] for blocks, [n, 1] or [n] for rows, [1] for the whole matrix.
+
+Members report columns, and columns become the plan: only names, and what is wrong, are looked at one by one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Container, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import repeat
+
+import numpy as np
+from numpy.typing import NDArray
 
 from weft.config import Settings
 from weft.core.assign import Policy
-from weft.core.layout import Layout, Shard, Tensor
+from weft.core.box_recipe import TakenBoxes, recipe_of_boxes
+from weft.core.boxes import pad_dims
+from weft.core.fingerprint import by_appearance
+from weft.core.layout import Layout, tensors_of
 from weft.core.plan import Plan
 from weft.core.planner import make_plan
-from weft.core.recipe import Op, Piece, Recipe, ignored_tensors
-from weft.core.scaling import Scaling, scale_shape
+from weft.core.recipe import Op, Recipe, ignored_tensors
+from weft.core.scaling import Scaling, block_sides_of
 from weft.core.topology import Cluster, Seat, place_members
 from weft.errors import LayoutError
-from weft.runtime.control.messages import HeldShard, Join
+from weft.runtime.compile.sides import Side
+from weft.runtime.control.messages import Join
 
 FP8 = "fp8_e4m3"
 QUANTIZABLE = ("bf16", "fp32")
 SCALE_ENDINGS = ("_scale_inv", "_scale")
+Int64s = NDArray[np.int64]
+Bools = NDArray[np.bool_]
 
 
 def plan_members(
@@ -40,15 +52,21 @@ def plan_members(
 
     `ignore` are trainer tensors no engine has, by name or pattern.
     """
-    matched = Matched.of(trainers, engines)
-    recipe = _recipe(engines, matched, num_replicas=len(engines) // ranks_per_engine)
-    trainer = trainer_layout(trainers, matched.wanted)
+    holding, taking = side_of(trainers), side_of(engines)
+    matched = Matched.of(holding, taking)
+    recipe = _recipe(matched, num_ranks=len(engines), num_replicas=len(engines) // ranks_per_engine)
+    trainer = trainer_layout(holding, matched.wanted, num_ranks=len(trainers))
     ignored = ignored_tensors(trainer, ignore)
-    _check_shapes(matched.shape_problems(engines), recipe, trainer, ignored)
+    _check_shapes(matched.shape_problems(np.arange(len(taking.held))), recipe, trainer, ignored)
     topology = place_members(cluster, trainers=_seats(trainers), engines=_seats(engines))
     return make_plan(
         trainer=trainer, recipe=recipe, topology=topology, policy=policy, ignore=ignored, settings=settings
     )
+
+
+def side_of(joins: Mapping[int, Join]) -> Side:
+    """What the members of one side hold."""
+    return Side.of({rank: join.held.table for rank, join in joins.items()})
 
 
 def _seats(joins: Mapping[int, Join]) -> list[Seat]:
@@ -72,196 +90,274 @@ def _check_shapes(wrong: Mapping[str, str], recipe: Recipe, trainer: Layout, ign
     )
 
 
+def _recipe(matched: Matched, *, num_ranks: int, num_replicas: int) -> Recipe:
+    taken = matched.taken(np.flatnonzero(matched.taking.held.is_filled))
+    scaling = matched.scalings(np.arange(len(matched.taking.held)))
+    return recipe_of_boxes(taken, num_ranks=num_ranks, num_replicas=num_replicas, scaling=scaling)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Matched:
-    """Which trainer tensor each engine tensor comes from."""
+    """Which trainer tensor each engine tensor comes from. Arrays have one entry for each shard of an engine rank."""
 
-    sources: dict[str, str]
-    """Engine tensor → trainer tensor, by name."""
-    tensors: dict[str, Tensor]
-    """Trainer tensors, under all their names."""
-    scales: dict[str, str]
-    """Engine tensors that hold scales → the engine tensor they belong to."""
+    holding: Side
+    taking: Side
+    sources: tuple[str, ...]
+    """Different names of trainer tensors that are asked for."""
+    source: Int64s
+    """Numbers in `sources`."""
+    row: Int64s
+    """A shard of its source among those of trainers; -1: no trainer has it."""
+    is_scale: Bools
+    """Whether it holds scales of its source."""
+    has_scales: Bools
+    """Whether it is quantised, and its scales are taken as well."""
 
     @classmethod
-    def of(cls, trainers: Mapping[int, Join], engines: Mapping[int, Join]) -> Matched:
+    def of(cls, holding: Side, taking: Side) -> Matched:
         """Match what members report, by name."""
-        tensors = {
-            name: Tensor(name=name, dtype=held.dtype, shape=held.shape)
-            for join in trainers.values()
-            for held in join.held
-            for name in (held.name, *held.aliases)
-        }
-        held_by_engines = {held.name: held for join in engines.values() for held in join.held}
-        sources = {
-            held.name: next((name for name in (held.name, *held.aliases) if name in tensors), held.name)
-            for held in held_by_engines.values()
-        }
-        quantized = {
-            held.name
-            for join in engines.values()
-            for held in join.held
-            if held.dtype == FP8 and _dtype(tensors, sources[held.name]) != FP8
-        }
-        scales = {
-            name: weight for name, weight in _scales_of(held_by_engines) if weight in quantized and name not in tensors
-        }
+        rows = holding.rows_by_name()
+        source_of = _equal_names(taking, rows)
+        row = _looked_up(source_of.values(), rows)[taking.name]
+        is_quantized = _is_dtype(taking, FP8) & ~_is_dtype(holding, FP8, row)
+        quantized = {taking.names[number]: row for number, row in _first_rows(taking.name, row, is_quantized)}
+        scales = {name: weight for name, weight in _scales_of(taking.names, quantized) if name not in rows}
+        source_of |= {name: source_of[weight] for name, weight in scales.items()}
+        number = {name: i for i, name in enumerate(dict.fromkeys(source_of.values()))}
+        source = _looked_up(source_of.values(), number)[taking.name]
         matched = cls(
-            sources=sources | {name: sources[weight] for name, weight in scales.items()}, tensors=tensors, scales=scales
+            holding=holding,
+            taking=taking,
+            sources=tuple(number),
+            source=source,
+            row=_looked_up(number, rows)[source],
+            is_scale=_is_among(taking, set(scales)),
+            has_scales=_is_among(taking, set(scales.values())),
         )
-        matched._check_quantized(quantized)
+        scaled = {source_of[weight] for weight in scales.values()}
+        matched._check_quantized(quantized, unscaled={name for name in quantized if source_of[name] not in scaled})
         return matched
 
     @property
     def wanted(self) -> set[str]:
         """Names of trainer tensors that are asked for."""
-        return set(self.sources.values())
+        return set(self.sources)
 
-    def shape_problems(self, engines: Mapping[int, Join]) -> dict[str, str]:
+    def shape_problems(self, shards: Int64s) -> dict[str, str]:
         """Tensors of which engines expect another shape; one that took a part of a larger tensor has another model."""
+        shards = shards[((self.row >= 0) & ~self.is_scale)[shards]]
+        mine, theirs = self.taking.held, self.holding.held
+        width, row = max(mine.shape.shape[1], theirs.shape.shape[1]), self.row[shards]
+        differs = (pad_dims(mine.shape, width, 1)[shards] != pad_dims(theirs.shape, width, 1)[row]).any(axis=1)
+        differs |= mine.num_dims[shards] != theirs.num_dims[row]
         problems = {}
-        for join in engines.values():
-            for held in join.held:
-                source = self.tensors.get(self.sources[held.name])
-                if source is not None and held.name not in self.scales and held.shape != source.shape:
-                    what = f"is {list(source.shape)}, the engine expects {list(held.shape)}"
-                    problems[source.name] = f"shape: {source.name} {what}"
+        for shard in shards[differs].tolist():
+            name, expected = self.sources[self.source[shard]], self.taking.shape(shard)
+            problems[name] = f"shape: {name} is {self.holding.shape(self.row[shard])}, the engine expects {expected}"
         return problems
 
-    def _check_quantized(self, quantized: set[str]) -> None:
-        """What FP8 needs, by tensor."""
+    def _check_quantized(self, quantized: Mapping[str, int], *, unscaled: set[str]) -> None:
+        """What FP8 needs, by tensor. `quantized`: engine tensors with a shard of their sources."""
+        held = self.holding.held
+        can_be = np.array([dtype in QUANTIZABLE for dtype in held.dtypes] or [False])[held.dtype] & (held.num_dims == 2)
         problems = []
-        scaled = {self.sources[weight] for weight in self.scales.values()}
         for name in sorted(quantized):
-            source = self.tensors.get(self.sources[name])
-            if source is None:
+            row = quantized[name]
+            if row < 0:
                 continue  # reported with all that is missing
-            if source.dtype not in QUANTIZABLE or len(source.shape) != 2:
-                problems.append(f"{name}: cannot be quantised from {source.dtype} {list(source.shape)}")
-            if self.sources[name] not in scaled:
+            if not can_be[row]:
+                dtype, shape = self.holding.dtype_name(row), self.holding.shape(row)
+                problems.append(f"{name}: cannot be quantised from {dtype} {shape}")
+            if name in unscaled:
                 problems.append(f"{name}: has no scales ({name}_scale_inv or {name}_scale)")
         if problems:
             hint = "matrices of bf16 or fp32 are quantised, and need their scales"
             raise LayoutError("the engine wants FP8", problems=tuple(problems), hint=hint)
 
-    def op(self, held: HeldShard) -> Op:
-        """How an engine tensor is made."""
-        if held.name in self.scales:
-            return Op.SCALE
-        dtype = _dtype(self.tensors, self.sources[held.name])
-        if dtype == held.dtype or (dtype == "" and held.name not in self.scales.values()):
-            return Op.COPY  # what is missing is reported with everything else that is
-        return Op.QUANTIZE if held.dtype == FP8 else Op.CAST
+    @property
+    def op(self) -> Int64s:
+        """How each engine tensor is made. What is missing is reported with everything else that is."""
+        holding, taking = self.holding, self.taking
+        known = {dtype: number for number, dtype in enumerate((*holding.held.dtypes, *taking.held.dtypes))}
+        mine, theirs = (
+            np.array([known[dtype] for dtype in side.held.dtypes] or [0], dtype=np.int64)[side.held.dtype]
+            for side in (taking, holding)
+        )
+        is_same = np.where(self.row < 0, ~self.has_scales, mine == np.append(theirs, -1)[self.row])
+        changed = np.where(_is_dtype(taking, FP8), Op.QUANTIZE, Op.CAST)
+        return np.where(self.is_scale, Op.SCALE, np.where(is_same, Op.COPY, changed)).astype(np.int64)
 
-    def scaling(self, held: HeldShard) -> Scaling:
-        """Which elements share one of these scales."""
-        shape = self.tensors[self.sources[held.name]].shape
-        for kind in Scaling:
-            expected = scale_shape(shape, kind)
-            if held.shape in (expected, expected[:1]) and (expected[1:] == (1,) or held.shape == expected):
-                return kind
-        raise LayoutError(
-            f"`{held.name}` has the shape {list(held.shape)} for a weight of {list(shape)}",
-            hint="[⌈n/128⌉, ⌈k/128⌉] for blocks, [n, 1] or [n] for rows, [1] for all",
+    def taken(self, shards: Int64s) -> TakenBoxes:
+        """Engine tensors as boxes of their sources."""
+        held, op = self.taking.held, self.op[shards]
+        num_dims = held.num_dims[shards]
+        is_vector = (op == Op.SCALE) & (num_dims == 1)  # scales of rows, or of everything, without a second dimension
+        width = max(held.lo.shape[1], 2)
+        return TakenBoxes(
+            names=self.taking.names,
+            sources=self.sources,
+            dtypes=held.dtypes,
+            rank=self.taking.rank[shards],
+            name=self.taking.name[shards],
+            source=self.source[shards],
+            dtype=held.dtype[shards],
+            num_dims=num_dims,
+            extent=pad_dims(held.extent, width, 1)[shards],
+            src_lo=pad_dims(held.lo, width, 0)[shards],
+            src_dims=num_dims + is_vector,
+            op=op,
         )
 
+    def scalings(self, shards: Int64s) -> dict[str, Scaling]:
+        """Which elements of each source share a scale, where that is not a block; the same on all engines."""
+        shards = shards[(self.is_scale & (self.row >= 0))[shards]]
+        if not len(shards):
+            return {}
+        kind = self._scaling(shards)
+        first, number = by_appearance(self.source[shards])
+        for at in np.flatnonzero(kind != kind[first][number])[:1].tolist():
+            one, other = (int(shards[i]) for i in (first[number[at]], at))
+            raise LayoutError(
+                f"`{self.sources[self.source[other]]}` is wanted with scales of {self.taking.shape(one)} "
+                f"(`{self.taking.held.names[one]}`) and of {self.taking.shape(other)} "
+                f"(`{self.taking.held.names[other]}`)",
+                hint="let all engines share scales in the same way: blocks, rows, or whole tensors",
+            )
+        kinds = list(Scaling)
+        special = first[kind[first] != kinds.index(Scaling.BLOCK)]
+        return {self.sources[self.source[shards[at]]]: kinds[kind[at]] for at in special.tolist()}
 
-def _dtype(tensors: Mapping[str, Tensor], name: str) -> str:
-    return tensors[name].dtype if name in tensors else ""
+    def _scaling(self, shards: Int64s) -> Int64s:
+        """Which elements share each of these scales, as numbers in the order of `Scaling`."""
+        held, width = self.taking.held, max(self.taking.held.shape.shape[1], 2)
+        shape, num_dims = pad_dims(held.shape, width, 1)[shards, :2], held.num_dims[shards]
+        weight = self.holding.held.shape[self.row[shards], :2]  # of matrices: only they are quantised
+        kind = np.full(len(shards), -1, dtype=np.int64)
+        for number in reversed(range(len(Scaling))):
+            sides = block_sides_of(weight, np.full(len(shards), 2), np.full(len(shards), number))
+            expected = -(-weight // sides)
+            fits = (shape == expected).all(axis=1) & ((num_dims == 2) | ((num_dims == 1) & (expected[:, 1] == 1)))
+            kind[fits] = number
+        for at in np.flatnonzero(kind < 0)[:1].tolist():
+            shard = int(shards[at])
+            raise LayoutError(
+                f"`{held.names[shard]}` has the shape {self.taking.shape(shard)} for a weight of "
+                f"{self.holding.shape(self.row[shard])}",
+                hint="[⌈n/128⌉, ⌈k/128⌉] for blocks, [n, 1] or [n] for rows, [1] for all",
+            )
+        return kind
 
 
-def _scales_of(held: Mapping[str, HeldShard]) -> Iterator[tuple[str, str]]:
-    """Names that could be scales, with the weight they would belong to."""
-    for name in held:
-        for ending in SCALE_ENDINGS:
-            if name.endswith(ending) and name.removesuffix(ending) in held:
-                yield name, name.removesuffix(ending)
+def _equal_names(taking: Side, rows: Mapping[str, int]) -> dict[str, str]:
+    """The trainer tensor each engine tensor is named after, under any of its names; its own where there is none."""
+    sources = dict(zip(taking.names, taking.names, strict=True))
+    for shard, aliases in taking.held.aliases.items():
+        name = taking.held.names[shard]
+        sources[name] = next((known for known in (name, *aliases) if known in rows), name)
+    return sources
 
 
-def _names(held: HeldShard, wanted: set[str]) -> list[str]:
-    """The names under which a trainer's shard is asked for; its own where none is."""
-    return [name for name in (held.name, *held.aliases) if name in wanted] or [held.name]
+def _looked_up(names: Collection[str], numbers: Mapping[str, int]) -> Int64s:
+    """The number of each name; -1 where it has none."""
+    return np.fromiter(map(numbers.get, names, repeat(-1)), dtype=np.int64, count=len(names))
 
 
-def trainer_layout(trainers: Mapping[int, Join], wanted: set[str], *, check: bool = True) -> Layout:
+def _is_among(side: Side, names: Container[str]) -> Bools:
+    """Whether each shard has one of these names."""
+    return np.fromiter(map(names.__contains__, side.names), dtype=bool, count=len(side.names))[side.name]
+
+
+def _first_rows(name: Int64s, row: Int64s, chosen: Bools) -> Iterator[tuple[int, int]]:
+    """Numbers of names of chosen shards, with the row of one of them."""
+    some = np.flatnonzero(chosen)
+    numbers, first = np.unique(name[some], return_index=True)
+    return zip(numbers.tolist(), row[some[first]].tolist(), strict=True)
+
+
+def _is_dtype(side: Side, dtype: str, rows: Int64s | None = None) -> Bools:
+    """Whether shards are of a dtype; those of row -1 are not."""
+    is_it = np.array([known == dtype for known in side.held.dtypes] or [False])[side.held.dtype]
+    return is_it if rows is None else np.append(is_it, False)[rows]
+
+
+def _scales_of(names: Sequence[str], quantized: Container[str]) -> Iterator[tuple[str, str]]:
+    """Names that could be scales, with the quantised weight they would belong to."""
+    for name in names:
+        if name.endswith(SCALE_ENDINGS):
+            for ending in SCALE_ENDINGS:
+                if name.endswith(ending) and name.removesuffix(ending) in quantized:
+                    yield name, name.removesuffix(ending)
+
+
+def trainer_layout(trainers: Side, wanted: set[str], *, num_ranks: int, check: bool = True) -> Layout:
     """What trainers hold, tied tensors under the names that are wanted."""
-    tensors: dict[str, Tensor] = {}
-    shards = []
     _check_agreement(trainers)
-    for rank, join in trainers.items():
-        for held in join.held:
-            for name in _names(held, wanted):
-                tensors.setdefault(name, Tensor(name=name, dtype=held.dtype, shape=held.shape))
-                shards.append(Shard(tensor=name, rank=rank, lo=held.lo, extent=held.extent, strides=held.strides))
-    return Layout.from_shards(list(tensors.values()), shards, num_ranks=len(trainers), check=check)
+    held = trainers.held
+    row, name, names = _wanted_names(trainers, wanted)
+    first, tensor_of = by_appearance(name)
+    described = row[first]
+    tensor_names = (names[number] for number in name[first].tolist())
+    columns = (held.dtype[described], held.num_dims[described], held.shape[described])
+    return Layout.from_boxes(
+        tensors_of(tensor_names, held.dtypes, *columns),
+        tensor_of=tensor_of,
+        rank=trainers.rank[row],
+        lo=held.lo[row],
+        extent=held.extent[row],
+        strides=held.strides[row],
+        num_ranks=num_ranks,
+        check=check,
+    )
 
 
-def _check_agreement(trainers: Mapping[int, Join]) -> None:
+def _wanted_names(trainers: Side, wanted: set[str]) -> tuple[Int64s, Int64s, list[str]]:
+    """Shards under the names that are asked for, or their own where none is: shard and number of its name, and names.
+
+    Only shards that have aliases can have several.
+    """
+    held, names = trainers.held, list(trainers.names)
+    if not held.aliases:
+        return np.arange(len(held)), trainers.name, names
+    number = {name: i for i, name in enumerate(names)}
+    found = {
+        shard: [known for known in (held.names[shard], *aliases) if known in wanted] or [held.names[shard]]
+        for shard, aliases in held.aliases.items()
+    }
+    repeats = np.ones(len(held), dtype=np.int64)
+    repeats[list(found)] = [len(mine) for mine in found.values()]
+    row = np.repeat(np.arange(len(held)), repeats)
+    name, starts = trainers.name[row], np.cumsum(repeats) - repeats
+    for shard, mine in found.items():
+        for i, known in enumerate(mine):
+            if known not in number:
+                number[known] = len(names)
+                names.append(known)
+            name[starts[shard] + i] = number[known]
+    return row, name, names
+
+
+def _check_agreement(trainers: Side) -> None:
     """Raise, naming those that differ from most others, unless all trainers hold parts of the same tensors."""
-    kinds: dict[str, dict[tuple[str, tuple[int, ...]], set[int]]] = {}
-    for rank, join in trainers.items():
-        for held in join.held:
-            kinds.setdefault(held.name, {}).setdefault((held.dtype, held.shape), set()).add(rank)
+    held = trainers.held
+    kinds = np.concatenate([held.dtype[:, None], held.num_dims[:, None], held.shape], axis=1)
+    first, number = by_appearance(trainers.name)
+    differs = (kinds != kinds[first][number]).any(axis=1)
+    found: dict[str, dict[tuple[str, tuple[int, ...]], set[int]]] = {}
+    for shard in np.flatnonzero(np.isin(trainers.name, trainers.name[differs])).tolist():
+        kind = trainers.dtype_name(shard), tuple(trainers.shape(shard))
+        found.setdefault(held.names[shard], {}).setdefault(kind, set()).add(int(trainers.rank[shard]))
     problems, culprits = [], set()
-    for name, found in kinds.items():
-        if len(found) > 1:
-            (dtype, shape), _ = max(found.items(), key=lambda item: (len(item[1]), -min(item[1])))
-            for kind, ranks in found.items():
-                if kind != (dtype, shape):
-                    culprits |= ranks
-                    who = ", ".join(map(str, sorted(ranks)))
-                    problems.append(
-                        f"{name}: {kind[0]} {list(kind[1])} on trainer {who}, {dtype} {list(shape)} on the others"
-                    )
+    for name, by_kind in found.items():
+        (dtype, shape), _ = max(by_kind.items(), key=lambda item: (len(item[1]), -min(item[1])))
+        for kind, ranks in by_kind.items():
+            if kind != (dtype, shape):
+                culprits |= ranks
+                who = ", ".join(map(str, sorted(ranks)))
+                problems.append(
+                    f"{name}: {kind[0]} {list(kind[1])} on trainer {who}, {dtype} {list(shape)} on the others"
+                )
     if problems:
         members = tuple(f"trainer {rank}" for rank in sorted(culprits))
         raise LayoutError(
             f"{', '.join(members)} differs from the other trainers", problems=tuple(problems), members=members
         )
-
-
-def _recipe(engines: Mapping[int, Join], matched: Matched, *, num_replicas: int) -> Recipe:
-    filled = {rank: [held for held in join.held if 0 not in held.extent] for rank, join in engines.items()}
-    tensors = {rank: engine_tensors(shards) for rank, shards in filled.items()}
-    pieces = {rank: [piece_of(held, matched) for held in shards] for rank, shards in filled.items()}
-    recipe = Recipe.from_pieces(tensors, pieces, scaling=scalings(engines, matched))
-    return replace(recipe, num_replicas=num_replicas)
-
-
-def engine_tensors(held: Sequence[HeldShard]) -> list[Tensor]:
-    """The tensors of one engine rank: every box it holds is one."""
-    return [Tensor(name=shard.name, dtype=shard.dtype, shape=shard.extent) for shard in held]
-
-
-def scalings(engines: Mapping[int, Join], matched: Matched) -> dict[str, Scaling]:
-    """Which elements of each source share a scale; the same on all engines."""
-    found: dict[str, tuple[Scaling, HeldShard]] = {}
-    for join in engines.values():
-        for held in join.held:
-            source = matched.sources[held.name]
-            if held.name not in matched.scales or source not in matched.tensors:
-                continue  # what is missing is reported with everything else that is
-            kind = matched.scaling(held)
-            known, other = found.setdefault(source, (kind, held))
-            if known is not kind:
-                raise LayoutError(
-                    f"`{source}` is wanted with scales of {list(other.shape)} (`{other.name}`) and of "
-                    f"{list(held.shape)} (`{held.name}`)",
-                    hint="let all engines share scales in the same way: blocks, rows, or whole tensors",
-                )
-    return {source: kind for source, (kind, _) in found.items() if kind is not Scaling.BLOCK}
-
-
-def piece_of(held: HeldShard, matched: Matched) -> Piece:
-    """An engine tensor is one box of its source."""
-    op = matched.op(held)
-    is_vector = op is Op.SCALE and len(held.shape) == 1  # scales of rows, or of everything, without a second dimension
-    return Piece(
-        dst=held.name,
-        source=matched.sources[held.name],
-        dst_lo=(0,) * len(held.lo),
-        extent=held.extent,
-        src_lo=(*held.lo, 0) if is_vector else held.lo,
-        axes=(0,) if is_vector else None,
-        op=op,
-    )

@@ -8,14 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from math import prod
 
 import numpy as np
 from numpy.typing import NDArray
 
 from weft.config import DeltaPolicy, ReceiverMode, TransferSettings
 from weft.core.exchange import ScaleGroups
-from weft.core.layout import DTYPE_BYTES
 from weft.core.memory_cost import patch_room
 from weft.core.plan import Plan
 from weft.core.plan_streams import PlanChunks, plan_chunks
@@ -25,9 +23,11 @@ from weft.core.streams import Path
 from weft.errors import PlanError
 from weft.runtime.compile.columns import squeeze
 from weft.runtime.compile.grids import TrainerGrids, trainer_grids
-from weft.runtime.compile.link_boxes import PlanBoxes, held_numbers
+from weft.runtime.compile.holding import LayoutRows
+from weft.runtime.compile.link_boxes import PlanBoxes
 from weft.runtime.compile.links import member_links
-from weft.runtime.control.messages import HeldShard, Join, Opened, ReceivePlan, SendPlan, Source, Target, unpack
+from weft.runtime.control.held import HeldTable
+from weft.runtime.control.messages import Join, Opened, ReceivePlan, SendPlan, Source, Target, unpack
 from weft.transport.base import Endpoint
 
 ALIGN = 256
@@ -74,13 +74,11 @@ class Parts:
         groups, rows = ScaleGroups.of(plan), plan.row_boxes
         _check_quantized(plan, rows)
         self._boxes = PlanBoxes(plan, rows)
-        self._shards = {t: held_numbers(plan.trainer, t, _held_keys(join.held)) for t, join in self._trainers.items()}
-        self._tensors = {
-            e: held_numbers(plan.recipe.engine, e, _engine_keys(join.held)) for e, join in self._engines.items()
-        }
+        self._shards = _trainer_shards(plan, self._trainers)
+        self._tensors = _engine_tensors(plan, self._engines)
         self._grids = {t: trainer_grids(plan, groups, t, self._shards[t]) for t in self._trainers}
         self._grid_numbers = {t: _grid_numbers(plan, grids) for t, grids in self._grids.items()}
-        self._places = {e: digest_places(join.held) for e, join in self._engines.items()}
+        self._places = {e: digest_places(join.held.table) for e, join in self._engines.items()}
         self._tables: dict[tuple[int, int], LinkTable] = {}
         self._linked = plan.pair_bytes > 0
         """Pairs that are linked at all."""
@@ -203,25 +201,24 @@ def _aligned(sizes: Int64s) -> Int64s:
     return -(-sizes // ALIGN) * ALIGN
 
 
-def digest_places(held: list[HeldShard]) -> Int64s:
+def digest_places(held: HeldTable) -> Int64s:
     """Where each shard of an engine rank lies in its digest space."""
-    sizes = [prod(shard.extent) * DTYPE_BYTES[shard.dtype] for shard in held]
-    aligned = -(-np.array(sizes, dtype=np.int64) // ALIGN) * ALIGN
+    aligned = _aligned(held.num_bytes)
     return np.cumsum(aligned) - aligned
 
 
-def _held_keys(held: list[HeldShard]) -> dict[tuple[str, tuple[int, ...], tuple[int, ...]], int]:
-    """A trainer's shards, under all their names."""
-    return {
-        (name, shard.lo, shard.extent): number
-        for number, shard in enumerate(held)
-        for name in (shard.name, *shard.aliases)
-    }
+def _trainer_shards(plan: Plan, trainers: Mapping[int, Join]) -> dict[int, Int64s]:
+    """Of every row of the trainer layout the number of the shard each trainer holds it as."""
+    rows = LayoutRows(plan.trainer)
+    tables = {rank: join.held.table for rank, join in trainers.items()}
+    return {rank: rows.numbers(rank, held, held.lo) for rank, held in tables.items()}
 
 
-def _engine_keys(held: list[HeldShard]) -> dict[tuple[str, tuple[int, ...], tuple[int, ...]], int]:
-    """An engine rank's shards; each is a tensor of its own in the plan."""
-    return {(shard.name, (0,) * len(shard.extent), shard.extent): number for number, shard in enumerate(held)}
+def _engine_tensors(plan: Plan, engines: Mapping[int, Join]) -> dict[int, Int64s]:
+    """The same for engine ranks, whose shards are tensors of their own in the plan."""
+    rows = LayoutRows(plan.recipe.engine)
+    tables = {rank: join.held.table for rank, join in engines.items()}
+    return {rank: rows.numbers(rank, held, np.zeros_like(held.lo)) for rank, held in tables.items()}
 
 
 def _grid_numbers(plan: Plan, grids: TrainerGrids) -> Int64s:

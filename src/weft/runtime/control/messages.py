@@ -17,6 +17,7 @@ import numpy as np
 
 from weft.config import TransferSettings
 from weft.core.carriage import Carriage
+from weft.runtime.control.held import HeldColumns
 from weft.transport.base import Column, Descriptor, Endpoint
 from weft.transport.host import ProcessIdentity
 from weft.transport.registry import Place
@@ -28,19 +29,6 @@ STEPS_AHEAD = 2
 
 class _Message(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True, kw_only=True):
     """Base of all messages."""
-
-
-class HeldShard(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """One shard of a member."""
-
-    name: str
-    aliases: tuple[str, ...] = ()
-    """Other names of the same memory (tied weights)."""
-    dtype: str
-    shape: tuple[int, ...]
-    lo: tuple[int, ...]
-    extent: tuple[int, ...]
-    strides: tuple[int, ...]
 
 
 class Writer(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -66,7 +54,7 @@ class Join(_Message, frozen=True):
 
     side: Literal["trainer", "engine"]
     rank: int
-    held: list[HeldShard]
+    held: HeldColumns
     place: Place
     process: ProcessIdentity
     age_s: float

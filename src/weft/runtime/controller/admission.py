@@ -9,18 +9,26 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Collection, Mapping
+from functools import cache
 from typing import Any, get_args
 
-from weft.core.layout import DTYPE_BYTES, MAX_DIMS, MAX_TENSOR_DIM, Shard, shard_problem
+import numpy as np
+from numpy.typing import NDArray
+
+from weft.core.fingerprint import by_appearance, distinct_rows
+from weft.core.layout import DTYPE_BYTES, MAX_DIMS, MAX_ELEMENTS, MAX_TENSOR_DIM, Shard, shard_problem
 from weft.core.version import MAX_FIRST, MAX_STEP, MAX_VERSION
 from weft.errors import LayoutError, ProtocolError
 from weft.runtime.compile.parts import Opening
-from weft.runtime.control.messages import FromEngine, FromTrainer, HeldShard, Join, Opened, Written, unpack
+from weft.runtime.control.held import HeldTable
+from weft.runtime.control.messages import FromEngine, FromTrainer, Join, Opened, Written, unpack
 
 MAX_SHARDS = 1_000_000
 MAX_RUNS = 1 << 22
 """Most pieces of memory one member's shards may consist of: each costs the controller about 100 bytes."""
 MAX_ADDRESS = 1 << 63
+NEAR = 1 << 29
+"""Strides up to here add up to no more than 64 bits, whatever the extents."""
 _ALLOWED = {"trainer": get_args(FromTrainer), "engine": get_args(FromEngine)}
 
 
@@ -55,9 +63,10 @@ def check_join(join: Join) -> None:
         wrong.append(f"an age of {join.age_s} s, incarnation {join.incarnation}")
     if wrong:
         raise ProtocolError(f"{join.side} {join.rank} joined with impossible values: {', '.join(wrong)}")
-    _check_shards(join.held)
-    twice = [name for name, count in Counter(shard.name for shard in join.held).items() if count > 1]
-    if join.side == "engine" and twice:
+    held = join.held.table
+    _check_shards(held)
+    if join.side == "engine" and len(set(held.names)) < len(held):
+        twice = [name for name, count in Counter(held.names).items() if count > 1]
         raise LayoutError(
             "an engine names each of its tensors once", problems=tuple(f"{name}: twice" for name in twice)
         )
@@ -82,50 +91,68 @@ def unbelievable(joins: Mapping[str, Join]) -> dict[str, str]:
     return wrong
 
 
-def _check_shards(held: Collection[HeldShard]) -> None:
+def _check_shards(held: HeldTable) -> None:
     """Raise unless every shard is a box of its tensor, in memory that is not used twice, in not too many pieces.
 
-    Shards that differ in their names only, such as those of experts, are looked at once.
+    Columns show which ones may not be; shards that differ in their names only, such as those of experts, are then
+    looked at once.
     """
     if len(held) > MAX_SHARDS:
         raise LayoutError(f"{len(held)} shards", hint=f"at most {MAX_SHARDS} on one member")
-    alike: dict[tuple[Any, ...], list[HeldShard]] = {}
-    for shard in held:
-        alike.setdefault((shard.dtype, shard.shape, shard.lo, shard.extent, shard.strides), []).append(shard)
-    problems = [
-        f"{shard.name}: {what}" for same in alike.values() if (what := _shard_problem(same[0])) for shard in same
-    ]
-    problems += ["a shard has no name" for shard in held if not shard.name]
+    what = cache(_shard_problem)
+    doubtful = [held[number] for number in np.flatnonzero(_is_doubtful(held)).tolist()]
+    found = [(shard.name, what(shard.dtype, shard.shape, shard.lo, shard.extent, shard.strides)) for shard in doubtful]
+    problems = [f"{name}: {problem}" for name, problem in found if problem]
+    problems += ["a shard has no name"] * list(held.names).count("")
     if problems:
         raise LayoutError("the shards are not usable", problems=tuple(problems))
-    runs = {same[0].name: len(same) * _num_runs(same[0]) for same in alike.values()}
-    if sum(runs.values()) > MAX_RUNS:
-        worst = sorted(runs, key=lambda name: -runs[name])[:5]
-        raise LayoutError(
-            f"the shards consist of {sum(runs.values())} separate pieces of memory, more than {MAX_RUNS}",
-            problems=tuple(f"{name} and those like it: {runs[name]} pieces" for name in worst),
-            hint="are they transposed? make them contiguous",
-        )
+    _check_runs(held)
 
 
-def _shard_problem(held: HeldShard) -> str:
+def _is_doubtful(held: HeldTable) -> NDArray[np.bool_]:
+    """Shards that are perhaps not usable: all but those whose memory is walked from the outside in, as most is."""
+    shape, lo, extent, strides = held.shape, held.lo, held.extent, held.strides
+    doubtful = np.array([dtype not in DTYPE_BYTES for dtype in held.dtypes] or [False])[held.dtype]
+    doubtful |= (held.num_dims < 1) | ((shape < 1) | (shape > MAX_TENSOR_DIM)).any(axis=1)
+    doubtful |= np.prod(shape + 1.0, axis=1) > MAX_ELEMENTS
+    doubtful |= ((lo < 0) | (extent < 0) | (lo > shape) | (extent > shape - lo)).any(axis=1)
+    doubtful |= ((strides < 1) | (strides > NEAR)).any(axis=1)
+    reach = np.zeros(len(held), dtype=np.int64)
+    for dim in range(extent.shape[1] - 1, -1, -1):
+        walked = extent[:, dim] > 1
+        doubtful |= walked & (strides[:, dim] <= reach)
+        reach = np.where(walked & ~doubtful, reach + strides[:, dim] * (extent[:, dim] - 1), reach)
+    return doubtful
+
+
+def _check_runs(held: HeldTable) -> None:
+    """Raise if the shards consist of too many pieces of memory."""
+    num_runs = held.num_runs
+    total = int(num_runs.sum())
+    if total <= MAX_RUNS:
+        return
+    columns = (held.dtype[:, None], held.shape, held.lo, held.extent, held.strides)
+    first, alike = by_appearance(distinct_rows(np.concatenate(columns, axis=1))[1])
+    runs = np.bincount(alike, weights=num_runs).astype(np.int64)
+    worst = np.argsort(-runs, kind="stable")[:5].tolist()
+    raise LayoutError(
+        f"the shards consist of {total} separate pieces of memory, more than {MAX_RUNS}",
+        problems=tuple(f"{held.names[first[kind]]} and those like it: {runs[kind]} pieces" for kind in worst),
+        hint="are they transposed? make them contiguous",
+    )
+
+
+_Dims = tuple[int, ...]
+
+
+def _shard_problem(dtype: str, shape: _Dims, lo: _Dims, extent: _Dims, strides: _Dims) -> str:
     """What is wrong with a shard; empty if nothing is."""
-    if held.dtype not in DTYPE_BYTES:
-        return f"unknown dtype `{held.dtype}`"
-    if not 0 < len(held.shape) <= MAX_DIMS or not all(0 < n <= MAX_TENSOR_DIM for n in held.shape):
-        return f"impossible shape {list(held.shape)}"
-    shard = Shard(tensor=held.name, rank=0, lo=held.lo, extent=held.extent, strides=held.strides)
-    return shard_problem(shard, {held.name: held.shape})
-
-
-def _num_runs(shard: HeldShard) -> int:
-    """Contiguous pieces of memory of a shard."""
-    run = 1
-    for stride, size in zip(reversed(shard.strides), reversed(shard.extent), strict=True):
-        if size != 1 and stride != run:
-            break
-        run *= size
-    return math.prod(shard.extent) // max(run, 1)
+    if dtype not in DTYPE_BYTES:
+        return f"unknown dtype `{dtype}`"
+    is_possible = 0 < len(shape) <= MAX_DIMS and all(0 < n <= MAX_TENSOR_DIM for n in shape)
+    if not is_possible or math.prod(n + 1 for n in shape) > MAX_ELEMENTS:
+        return f"impossible shape {list(shape)}"
+    return shard_problem(Shard(tensor="", rank=0, lo=lo, extent=extent, strides=strides), {"": shape})
 
 
 def check_opened(join: Join, opened: Opened, transports: Collection[str], needed: Opening | None = None) -> None:
@@ -138,7 +165,7 @@ def check_opened(join: Join, opened: Opened, transports: Collection[str], needed
         if spoken != {name} or offer.endpoint.member != member:
             raise ProtocolError(f"{member} offers {sorted(spoken)} of {offer.endpoint.member} as {name}")
     if needed is not None:
-        _check_memory(member, len(join.held), opened, needed)
+        _check_memory(member, len(join.held.table), opened, needed)
 
 
 def _check_memory(member: str, num_shards: int, opened: Opened, needed: Opening) -> None:

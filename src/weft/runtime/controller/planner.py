@@ -102,7 +102,7 @@ class Planner:
 
     def plan(self, trainers: Mapping[int, Join], engines: Mapping[int, Join]) -> None:
         """Plan for these members: a Planned, or what is wrong."""
-        num_shards = sum(len(join.held) for side in (trainers, engines) for join in side.values())
+        num_shards = sum(len(join.held.table) for side in (trainers, engines) for join in side.values())
         self._begin(f"planning: {num_shards:,} shards", self._plan((trainers, engines)))
 
     def ship(self, parts: Parts, trainers: Mapping[int, Opened], engines: Mapping[int, Opened]) -> None:

@@ -16,7 +16,6 @@ from weft.codec.delta import ImageRows
 from weft.codec.image import ALIGN as PATCH_ALIGN
 from weft.codec.image import ImageLayout
 from weft.core.boxes import row_major_strides
-from weft.core.layout import DTYPE_BYTES
 from weft.core.planes import Planes, joined, planes_of
 from weft.errors import LayoutError
 from weft.runtime.compile.link_boxes import LinkBoxes
@@ -24,7 +23,7 @@ from weft.runtime.compile.link_stream import LinkStream
 from weft.runtime.compile.parts import digest_places
 from weft.runtime.control.messages import Source
 from weft.runtime.memory import own_memory
-from weft.runtime.weights import Held, Weights
+from weft.runtime.weights import Weights
 from weft.transport.base import Memory
 
 ALIGN = 256
@@ -108,7 +107,7 @@ class Landing:
         self._scratch = own_memory(weights.device, SCRATCH_BYTES)
         self._bounce, live, bounces = _straight_addresses(weights)
         self._live = live
-        self._place = digest_places(weights.shards)
+        self._place = digest_places(weights.table)
         self.arriving: list[ArrivingLink] = []
         """What is followed, of versions that are sent whole."""
         self.patched: list[PatchedLink] = []
@@ -178,44 +177,27 @@ def _arriving(source: Source, stream: LinkStream, landed: Sequence[Planes], drai
 
 def check_contiguous(weights: Weights) -> None:
     """Raise LayoutError unless all weights can be written in place."""
-    strided = tuple(
-        f"{held.tensor.name}: extent {list(held.extent)}, strides {list(held.strides)}"
-        for held in weights.held
-        if not _is_contiguous(held)
-    )
+    strided = [weights.held[number] for number in np.flatnonzero(~weights.table.is_contiguous).tolist()]
     if strided:
-        raise LayoutError("weights that are not contiguous cannot be written in place", problems=strided, hint="shadow")
+        problems = tuple(
+            f"{held.tensor.name}: extent {list(held.extent)}, strides {list(held.strides)}" for held in strided
+        )
+        raise LayoutError(
+            "weights that are not contiguous cannot be written in place", problems=problems, hint="shadow"
+        )
 
 
 def _straight_addresses(weights: Weights) -> tuple[Memory | None, Int64s, list[Planes]]:
     """Addresses at which every shard is row-major: its own, or memory beside it, with the copies from there."""
-    live = np.array([held.address for held in weights.held], dtype=np.int64)
-    strided = [number for number, held in enumerate(weights.held) if not _is_contiguous(held)]
-    if not strided:
+    live, held = weights.addresses.copy(), weights.table
+    strided = np.flatnonzero(~held.is_contiguous)
+    if not len(strided):
         return None, live, []
-    sizes = [_aligned_bytes(weights.held[number]) for number in strided]
-    memory = own_memory(weights.device, sum(sizes))
-    begins = (memory.address + np.cumsum(sizes) - np.array(sizes)).tolist()
-    copies = []
-    for number, begin in zip(strided, begins, strict=True):
-        held = weights.held[number]
-        extent = np.array([held.extent])
-        planes = planes_of(extent, row_major_strides(extent), np.array([held.strides]))
-        width = np.array([DTYPE_BYTES[held.tensor.dtype]])
-        copies.append(Planes.of(planes, src=np.array([begin]), dst=np.array([held.address]), width=width))
-        live[number] = begin
-    return memory, live, copies
-
-
-def _aligned_bytes(held: Held) -> int:
-    size = int(np.prod(held.extent)) * DTYPE_BYTES[held.tensor.dtype]
-    return max(-(-size // ALIGN) * ALIGN, ALIGN)
-
-
-def _is_contiguous(held: Held) -> bool:
-    expected = 1
-    for extent, stride in zip(reversed(held.extent), reversed(held.strides), strict=True):
-        if extent > 1 and stride != expected:
-            return False
-        expected *= extent
-    return True
+    sizes = np.maximum(-(-held.num_bytes[strided] // ALIGN) * ALIGN, ALIGN)
+    memory = own_memory(weights.device, int(sizes.sum()))
+    begins = memory.address + np.cumsum(sizes) - sizes
+    extent = held.extent[strided]
+    planes = planes_of(extent, row_major_strides(extent), held.strides[strided])
+    copies = Planes.of(planes, src=begins, dst=live[strided], width=held.itemsize[strided])
+    live[strided] = begins
+    return memory, live, [copies]

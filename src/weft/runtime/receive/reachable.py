@@ -72,7 +72,7 @@ class ReachableMemory:
         """What trainers need to know, in a round of opening."""
         beside = self.landing or self.window
         own = [(memory.address, memory.num_bytes) for memory in (beside, self.patches) if memory is not None]
-        live = np.array([held.address for held in self.weights.held if self.is_live], dtype=np.uint64)
+        live = self.weights.addresses.astype(np.uint64) if self.is_live else np.zeros(0, dtype=np.uint64)
         return Opened(
             round=number,
             offers=self._transports.offers([*(self.weights.ranges if self.is_live else ()), *own]),

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from weft.codec.conversion import HeldGrid, converter_for
+from weft.codec.conversion import converter_for
 from weft.codec.patching import patcher_for
 from weft.config import DeltaPolicy, DigestPolicy, StagingPolicy, TransferSettings
 from weft.core.planes import Planes, joined
@@ -59,11 +59,11 @@ class Sending:
                 self._ranges.add(address, num_bytes)
         self._read: dict[str, set[tuple[int, int]]] = {}
         """Ranges of weights that each transport knows."""
-        self._source = np.array([held.address for held in weights.held], dtype=np.int64)
-        grids = held_grids(plan.grids, weights.held)
+        self._source = weights.addresses
+        grids = held_grids(plan.grids, weights)
         self.converter = converter_for(device, grids, allow_nonfinite=settings.allow_nonfinite)
-        self.groups = sorted({grid.group for grid in grids})
-        self.group_ends = {group: _group_end(grids, group) for group in self.groups}
+        self.groups = grids.groups
+        self.group_ends = grids.group_ends()
         """Behind the last byte of the weights a group looks at."""
         self.told: set[int] = set()
         """Groups whose blocks the controller knows."""
@@ -239,11 +239,6 @@ def _compile(targets: Sequence[Target], *, is_digested: bool) -> list[_LinkProgr
             streams[key] = LinkStream(LinkBoxes.decode(target.boxes), target.carriage)
         programs.append(_LinkProgram(target, streams[key], is_digested=is_digested))
     return programs
-
-
-def _group_end(grids: Sequence[HeldGrid], group: int) -> int:
-    boxes = [box for grid in grids if grid.group == group for box in grid.boxes]
-    return max((box.address + box.rows * box.stride for box in boxes), default=0)
 
 
 def _beside(tables: Sequence[Planes], num_packed: int) -> list[list[Planes]]:

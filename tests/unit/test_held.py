@@ -1,0 +1,142 @@
+"""Shards as they travel: what comes out is what went in, and damaged columns are refused."""
+
+from __future__ import annotations
+
+import zlib
+
+import msgspec
+import numpy as np
+import pytest
+
+from weft.errors import LayoutError, ProtocolError
+from weft.runtime.compile.columns import expand, squeeze
+from weft.runtime.control.held import HeldColumns, HeldShard, HeldTable, concatenated
+from weft.runtime.weights import Part, Weights
+
+SHARDS = [
+    HeldShard(name="w", dtype="bf16", shape=(8, 4), lo=(4, 0), extent=(4, 4), strides=(4, 1)),
+    HeldShard(name="ω.norm", aliases=("tied", "other"), dtype="fp32", shape=(7,), lo=(0,), extent=(7,), strides=(2,)),
+    HeldShard(name="experts", dtype="bf16", shape=(2, 3, 5), lo=(0, 0, 0), extent=(2, 0, 5), strides=(15, 5, 1)),
+    HeldShard(name="", aliases=("last",), dtype="nonsense", shape=(1,), lo=(0,), extent=(1,), strides=(1,)),
+]
+COLUMNS = ("dtype", "num_dims", "shape", "lo", "extent", "strides", "alias_of")
+
+
+def travelled(held: HeldColumns) -> HeldColumns:
+    return msgspec.msgpack.decode(msgspec.msgpack.encode(held), type=HeldColumns)
+
+
+@pytest.mark.parametrize("shards", [SHARDS, SHARDS[:1], [SHARDS[3]], []], ids=["several", "one", "nameless", "none"])
+def test_shards_survive_the_journey(shards):
+    packed = HeldTable.of(shards).packed()
+    assert list(travelled(packed).table) == shards
+    assert travelled(packed) == packed, "equal shards are equal messages"
+
+
+def test_many_shards_are_a_short_message():
+    names = [f"model.layers.{i // 512}.mlp.experts.{i % 512}.gate_proj.weight" for i in range(20_000)]
+    shards = [HeldShard(name=n, dtype="bf16", shape=(8, 4), lo=(0, 0), extent=(8, 4), strides=(4, 1)) for n in names]
+    packed = HeldTable.of(shards).packed()
+    assert len(msgspec.msgpack.encode(packed)) < 10 * len(shards)
+    assert packed.table.names == names
+
+
+def test_tables_of_several_members_are_one():
+    first, second = HeldTable.of(SHARDS[:2]), HeldTable.of(SHARDS[1:])
+    assert list(concatenated([first, second])) == [*SHARDS[:2], *SHARDS[1:]]
+
+
+def test_what_columns_say_of_memory():
+    table = HeldTable.of(SHARDS[:3])
+    assert table.num_bytes.tolist() == [32, 28, 0]
+    assert table.is_contiguous.tolist() == [True, False, True]
+    assert table.is_filled.tolist() == [True, True, False]
+    assert table.num_runs.tolist() == [1, 7, 0]
+
+
+def altered(name: str, change) -> HeldColumns:
+    """The shards with one column changed."""
+    packed = HeldTable.of(SHARDS).packed()
+    columns = expand(packed.columns, COLUMNS)
+    columns[name] = change(columns[name].copy())
+    return msgspec.structs.replace(packed, columns=squeeze(columns))
+
+
+def put(value):
+    def change(column):
+        column.reshape(-1)[-1] = value
+        return column
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("dtype", put(3)),
+        ("dtype", put(-1)),
+        ("dtype", lambda column: column[:2]),
+        ("num_dims", put(4)),
+        ("num_dims", put(-1)),
+        ("shape", put(2)),
+        ("lo", put(1)),
+        ("extent", put(0)),
+        ("strides", put(7)),
+        ("lo", lambda column: column[:, :1]),
+        ("shape", lambda column: column[:, 0]),
+        ("alias_of", put(4)),
+        ("alias_of", put(-1)),
+        ("alias_of", lambda column: column[:1]),
+    ],
+)
+def test_columns_that_do_not_fit_together_are_refused(name, change):
+    with pytest.raises(ProtocolError, match="damaged"):
+        _ = altered(name, change).table
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        b"",
+        b"not compressed",
+        zlib.compress(b"only\0two\0"),
+        zlib.compress(b"a\0b\0c\0d\0e\0f\0no end"),
+        zlib.compress(b"\xff\0b\0c\0d\0e\0f\0g\0"),
+        zlib.compress(bytes(100_000))[:-4],
+    ],
+)
+def test_damaged_names_are_refused(names):
+    packed = msgspec.structs.replace(HeldTable.of(SHARDS).packed(), names=names)
+    with pytest.raises(ProtocolError, match="names of a member's shards are damaged"):
+        _ = packed.table
+
+
+def test_more_numbers_than_a_member_can_have_are_refused_before_they_are_unpacked():
+    columns = {name: np.zeros(0, dtype=np.int64) for name in COLUMNS} | {"shape": np.zeros((1 << 20, 40))}
+    packed = msgspec.structs.replace(HeldTable.of([]).packed(), columns=squeeze(columns))
+    with pytest.raises(ProtocolError, match="damaged"):
+        _ = packed.table
+
+
+@pytest.mark.parametrize("changes", [{"lo": (0,)}, {"strides": (4,)}, {"shape": ()}])
+def test_a_shard_has_as_many_coordinates_as_dimensions(changes):
+    fields = {"name": "w", "dtype": "bf16", "shape": (8, 4), "lo": (0, 0), "extent": (8, 4), "strides": (4, 1)}
+    with pytest.raises(LayoutError, match="w: shape has"):
+        HeldTable.of([HeldShard(**(fields | changes))])
+
+
+def test_names_are_told_apart():
+    with pytest.raises(LayoutError, match="null"):
+        HeldTable.of([HeldShard(name="a\0b", dtype="bf16", shape=(1,), lo=(0,), extent=(1,), strides=(1,))]).packed()
+
+
+def test_weights_are_columns():
+    base = np.zeros((6, 4), dtype=np.float32)
+    arrays = {"w": base[::2], "v": np.zeros(5, dtype=np.float16)}
+    weights = Weights.from_arrays(arrays, parts={"w": Part(shape=(9, 4), lo=(3, 0))})
+    assert list(weights.shards.table) == [
+        HeldShard(name="w", dtype="fp32", shape=(9, 4), lo=(3, 0), extent=(3, 4), strides=(8, 1)),
+        HeldShard(name="v", dtype="fp16", shape=(5,), lo=(0,), extent=(5,), strides=(1,)),
+    ]
+    assert weights.addresses.tolist() == [base.ctypes.data, arrays["v"].ctypes.data]
+    assert weights.num_bytes == 3 * 4 * 4 + 5 * 2
