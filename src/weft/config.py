@@ -89,6 +89,9 @@ class TransferSettings:
     """Whether only what changed is sent. Trainers keep two copies of what they send."""
     anchor_every: int = 20
     """With `delta`: every so many versions one is sent whole."""
+    patch_share: float = 0.05
+    """With `delta`: memory for patches on an engine rank, as a share of the bytes it receives. A version with longer
+    patches is sent whole."""
     compression: CompressionPolicy = CompressionPolicy.NONE
     """With `delta`: whether patches are compressed; for slow links."""
     staging: StagingPolicy = StagingPolicy.NONE
@@ -101,8 +104,8 @@ class TransferSettings:
     """Runs shorter than this are packed instead of being written one by one, over transports that take descriptors.
     0: what the topology's costs say."""
     window_bytes: int = 0
-    """Mode `in_place`: memory of an engine rank through which packed chunks reach its live weights, where the transport
-    takes descriptors. 0: 256 MiB, on GPUs 1 GiB."""
+    """Memory of an engine rank through which packed chunks reach its live weights: in mode `in_place` where the
+    transport takes descriptors, with patches versions that are sent whole. 0: 256 MiB, on GPUs 1 GiB."""
     allow_nonfinite: bool = False
     """Quantise NaN and infinities (to NaN and ±448) instead of refusing the version."""
     transport: str = "auto"
@@ -119,6 +122,11 @@ class TransferSettings:
     """A member, or the controller, that has been silent for this long is lost."""
     version_s: float = 60.0
     """A version that is not ready everywhere in this time is aborted."""
+    commit_s: float = 30.0
+    """An engine that has not committed a version this long after it was decided is dropped, and joins again when its
+    thread is back."""
+    pause_s: float = 30.0
+    """The same for an engine that does not stand still for a version in place."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "mode", _member_of(ReceiverMode, self.mode, "mode"))
@@ -135,7 +143,7 @@ class TransferSettings:
         self._check_chunks()
         if not 1 <= self.anchor_every <= 1_000_000:
             raise ConfigError(f"anchor_every is {self.anchor_every}", hint="expected 1 to 1000000")
-        for name in ("beat_s", "silence_s", "version_s"):
+        for name in ("beat_s", "silence_s", "version_s", "commit_s", "pause_s"):
             if not 0 < getattr(self, name) <= 86_400:
                 raise ConfigError(f"{name} is {getattr(self, name)}", hint="expected more than 0 and at most 86400 s")
         if self.silence_s < 2 * self.beat_s:
@@ -143,6 +151,8 @@ class TransferSettings:
                 f"silence_s ({self.silence_s}) is less than two beats ({self.beat_s} s each)",
                 hint="a member would be lost between two signs of life",
             )
+        if not 0.0 < self.patch_share <= 1.0:
+            raise ConfigError(f"patch_share is {self.patch_share}", hint="expected more than 0 and at most 1")
         if not 1 <= self.num_threads <= 64:
             raise ConfigError(f"num_threads is {self.num_threads}", hint="expected 1 to 64")
 
@@ -196,20 +206,20 @@ class EngineSettings:
     """Folder with `controller.pub` and the member's own key."""
     key: str = "engine"
     """Name of the member's key in that folder."""
-    commit_s: float = 120.0
+    stand_still_s: float = 120.0
     """Longest time an engine stands still for a version."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "cache", _member_of(CachePolicy, self.cache, "cache policy"))
         if not isinstance(self.first_rank, int) or self.first_rank < 0:
             raise ConfigError(f"first_rank is {self.first_rank!r}", hint="expected 0 or more")
-        if not 0 < self.commit_s <= 86_400:
-            raise ConfigError(f"commit_s is {self.commit_s}", hint="expected more than 0 and at most 86400 s")
+        if not 0 < self.stand_still_s <= 86_400:
+            raise ConfigError(f"stand_still_s is {self.stand_still_s}", hint="expected more than 0 and at most 86400 s")
 
 
 def engine_settings(given: Mapping[str, Any], env: Mapping[str, str] | None = None) -> EngineSettings:
     """Defaults, overridden by `WEFT_*` variables, overridden by what is given."""
-    kinds: dict[str, Any] = {"first_rank": int, "commit_s": float}
+    kinds: dict[str, Any] = {"first_rank": int, "stand_still_s": float}
     variables = os.environ if env is None else env
     values: dict[str, Any] = {}
     names = [field.name for field in fields(EngineSettings)]

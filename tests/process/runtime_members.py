@@ -115,8 +115,23 @@ def _engine(
                 request = pipe.recv()
                 if request is None:
                     break
+                if request == "fail":
+                    _fail_next_commit(receiver)
+                    continue
                 version = None if receiver.is_poisoned else receiver.version
                 pipe.send((version, {name: _plain(array) for name, array in arrays.items()}))
+
+
+def _fail_next_commit(receiver: Receiver) -> None:
+    """Let the engine break off the next time it makes a version visible."""
+    mode = receiver._mode
+    visible = mode.make_visible
+
+    def broken(version: int, *, whole: bool) -> None:
+        mode.make_visible = visible
+        raise WeftError(f"version {version} breaks off")
+
+    mode.make_visible = broken
 
 
 def _plain(array: np.ndarray) -> np.ndarray:
@@ -186,6 +201,7 @@ class Fleet:
         density: float = 1.0,
         precision: str = "fp32",
         quorum: int = 0,
+        ranks_per_engine: int = 1,
         **settings: Any,
     ) -> None:
         self.shapes, self.density, self.precision = shapes, density, precision
@@ -195,6 +211,7 @@ class Fleet:
             "num_engine_ranks": num_engines,
             "commit_policy": CommitPolicy.QUORUM if quorum else CommitPolicy.ALL,
             "quorum": quorum,
+            "ranks_per_engine": ranks_per_engine,
             "settings": defaults | settings,
         }
         self.controller = Process(_controller, "tcp://127.0.0.1:*", self._options)

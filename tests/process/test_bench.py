@@ -12,6 +12,7 @@ import sys
 import numpy as np
 
 from weft import Receiver, Sender, Weights
+from weft.core.topology import load_topology
 
 SOON_S = 60.0
 ROW_KEYS = {
@@ -42,6 +43,19 @@ def test_every_method_moves_every_byte():
     assert {row["case"] for row in moved} == {"FSDP2 → TP2", "FSDP2 → 2 replicas"}
     assert {row["mode"] for row in moved if row["wire_bytes"] is not None} == {"in_place", "shadow", "patch"}
     assert sorted(os.listdir("/dev/shm")) == before
+
+
+def test_costs_of_links_become_a_topology(tmp_path):
+    saved = tmp_path / "here.toml"
+    command = [sys.executable, "-m", "weft", "bench", "links", "--repeat", "1", "--json", "--save", str(saved)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert {row["transport"] for row in report["rows"]} >= {"cma", "nixl"}
+    assert all(row["op_us"] >= 0 and row["gb_per_s"] > 0 for row in report["rows"])
+    host = load_topology(str(saved)).host
+    assert set(host.op_us) == {row["transport"] for row in report["rows"]}
+    assert host.cpu_gb_per_s == round(report["cpu_gb_per_s"], 2)
 
 
 def test_every_codec_gives_what_its_reference_gives():

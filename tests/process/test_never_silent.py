@@ -130,7 +130,7 @@ def test_a_member_that_returns_unchanged_is_not_planned_for():
     ):
         for version in range(3):
             with Receiver(controller.address, rank=0, weights=weights()) as receiver:
-                eventually(lambda: receiver._landing is not None)
+                eventually(lambda: receiver._following.landing is not None)
                 publication = sender.publish(version=version)
                 receiver.take(SOON_S)
                 publication.wait_committed(SOON_S)

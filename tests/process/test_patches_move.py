@@ -91,3 +91,57 @@ def test_after_an_aborted_version_patches_go_on_from_what_is_served(fleet):
     for version in (4, 5):
         assert fleet.publish(version) == COMMITTED
         fleet.check(version)
+
+
+LARGE_PATCHES = [{"mode": mode, "shapes": LARGE, "density": 0.2} for mode in ("patch", "shadow", "in_place")]
+"""A fifth of all elements changes: far more than the twentieth there is room for."""
+
+
+@pytest.mark.parametrize(
+    "fleet",
+    [
+        *LARGE_PATCHES,
+        {"mode": "patch", "shapes": LARGE, "density": 0.2, "transport": "cma", "window_bytes": 1 << 20},
+        {"mode": "patch", "shapes": LARGE, "density": 0.2, "transport": "nixl", "digest": "off"},
+        {"mode": "patch", "shapes": LARGE, "density": 0.2, "ranks_per_engine": 2},
+    ],
+    indirect=True,
+    ids=lambda value: " ".join(str(v) for k, v in value.items() if k != "shapes"),
+)
+def test_patches_that_do_not_fit_make_the_version_a_whole_one(fleet):
+    for version in (1, 2, 3):
+        assert fleet.publish(version) == COMMITTED
+        fleet.check(version)
+        statistics = fleet.statistics()
+        assert statistics.last_wire_bytes >= statistics.bytes_per_version
+
+
+@pytest.mark.parametrize("fleet", [{"mode": mode, "shapes": LARGE} for mode in ("patch", "shadow")], indirect=True)
+def test_an_engine_that_is_behind_alone_gets_a_whole_version(fleet):
+    for version in (1, 2):
+        assert fleet.publish(version) == COMMITTED
+    fleet.engines[1].ask("fail")
+    assert fleet.publish(3) == COMMITTED
+    fleet.check(3, ranks=(0,))
+    assert fleet.holdings()[1][0] is None, "engine 1 holds torn weights"
+    assert fleet.publish(4) == COMMITTED
+    fleet.check(4)
+    statistics = fleet.statistics()
+    half = statistics.bytes_per_version / 2
+    assert half <= statistics.last_wire_bytes < half * 1.1, "one of two engines got patches"
+    assert fleet.publish(5) == COMMITTED
+    fleet.check(5)
+    assert fleet.statistics().last_wire_bytes < half / 10
+
+
+@pytest.mark.parametrize("fleet", LARGE_PATCHES[:1], indirect=True)
+def test_a_whole_version_called_off_before_it_is_written_changes_nothing(fleet):
+    """Version 2 does not fit as patches; engine 1 is stopped, so that it cannot stand still for a whole version."""
+    assert fleet.publish(1) == COMMITTED
+    fleet.engines[1].stall()
+    assert all("has been silent" in answer for answer in fleet.publish(2))
+    fleet.check(1, ranks=(0,))
+    fleet.engines[1].resume()
+    fleet.wait_planned()
+    assert fleet.publish(3) == COMMITTED
+    fleet.check(3)

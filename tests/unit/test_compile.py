@@ -8,12 +8,37 @@ import msgspec
 import numpy as np
 import pytest
 
+from tests.process.runtime_members import parts_of
+from tests.support.raw_member import join_message
 from tests.unit.test_plan import small_plan
 from weft.config import TransferSettings
+from weft.core.memory_cost import memory_cost, patch_room
+from weft.core.plan import Plan
+from weft.core.topology import load_topology
 from weft.errors import ProtocolError
 from weft.runtime.compile.columns import expand, squeeze
 from weft.runtime.compile.link_boxes import LinkBoxes, PlanBoxes, distinct_rows
 from weft.runtime.compile.links import NUM_SLOTS, SMALLEST_SLOT, member_links
+from weft.runtime.compile.matching import plan_members
+from weft.runtime.compile.parts import Parts
+from weft.runtime.control.messages import HeldShard
+from weft.runtime.weights import Weights
+
+
+def large_parts(settings: TransferSettings, transport: str) -> tuple[Plan, Parts]:
+    """Two trainers cut along rows, two engine ranks along columns: 8 MiB to each."""
+    joins = [
+        {rank: join_message(side, rank, held=held_by(rank, dim)) for rank in range(2)}
+        for dim, side in enumerate(("trainer", "engine"))
+    ]
+    plan = plan_members(*joins, cluster=load_topology("h100-ib400"), ranks_per_engine=1)
+    return plan, Parts(plan, "digest", tuple(joins), dict.fromkeys(np.ndindex(2, 2), transport), settings)
+
+
+def held_by(rank: int, dim: int) -> list[HeldShard]:
+    boxes, parts = parts_of(rank, 2, dim, {"w": (2048, 2048)})
+    array = np.empty([part.stop - part.start for part in boxes["w"]], dtype=np.float32)
+    return Weights.from_arrays({"w": array}, parts=parts).shards
 
 
 def test_columns_and_tables_survive_the_journey():
@@ -80,11 +105,13 @@ def test_equal_rows_are_found():
         ("cma", "in_place", "off", True),
         ("nixl", "in_place", "off", True),
         ("nixl", "shadow", "off", False),
-        ("nixl", "in_place", "on", False),
+        ("nixl", "in_place", "on", True),
+        ("nixl", "shadow", "on", False),
+        ("shm", "patch", "on", True),
         ("cuda_ipc", "in_place", "off", False),
     ],
 )
-def test_windows_are_where_packed_chunks_reach_live_weights(transport, mode, delta, window):
+def test_windows_are_where_chunks_must_not_reach_live_weights_by_themselves(transport, mode, delta, window):
     plan = small_plan(dtype="bf16")
     shape = plan.pair_bytes.shape
     transports = dict.fromkeys(np.ndindex(*shape), transport)
@@ -95,3 +122,26 @@ def test_windows_are_where_packed_chunks_reach_live_weights(transport, mode, del
     assert links.is_mapped.all() == (transport in ("shm", "cuda_ipc"))
     chunk_bytes = SMALLEST_SLOT if window else plan.settings.chunk_bytes
     assert (links.chunk_bytes == chunk_bytes).all()
+
+
+@pytest.mark.parametrize("mode", ["patch", "in_place", "shadow"])
+@pytest.mark.parametrize("transport", ["shm", "nixl"])
+def test_patches_reserve_a_share_and_whole_versions_pass_a_window(mode, transport):
+    plan, parts = large_parts(TransferSettings(mode=mode, delta="on", window_bytes=1 << 20), transport)
+    for engine in range(plan.topology.num_engines):
+        opening, received = parts.opening(engine), int(plan.rx_bytes[engine])
+        assert not opening.is_live, "trainers never reach the live weights"
+        assert received * 0.05 <= opening.patch_bytes <= received * 0.05 + 4096
+        if mode == "shadow":
+            assert opening.landing_bytes >= received
+        else:
+            assert 0 < opening.landing_bytes <= 1 << 20
+
+
+def test_room_for_patches_is_never_too_small_for_their_headers():
+    assert patch_room(np.array([0, 1, 64 << 20]), 0.001).tolist() == [0, 64 << 10, 67328]
+
+
+def test_planned_memory_is_what_is_opened():
+    plan, parts = large_parts(TransferSettings(mode="patch", delta="on"), "nixl")
+    assert memory_cost(plan).patch_bytes == max(parts.opening(e).patch_bytes for e in range(plan.topology.num_engines))

@@ -201,7 +201,7 @@ def test_a_commit_that_stops_half_way_is_made_good_by_the_next(pair, monkeypatch
     pair.sender.publish(version=2).wait_released(SOON_S)
     update = pair.receiver.wait(SOON_S)
     with monkeypatch.context() as broken:
-        broken.setattr(pair.receiver, "_work", FailingWork(pair.receiver._work))
+        broken.setattr(pair.receiver._mode, "_work", FailingWork(pair.receiver._mode._work))
         with pytest.raises(MemoryError):
             update.commit()
     assert pair.receiver.is_poisoned

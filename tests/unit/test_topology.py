@@ -10,6 +10,7 @@ from weft.core.topology import (
     EFA,
     PRESETS,
     cluster_from_mapping,
+    cluster_toml,
     load_topology,
     place_members,
     topology_from_mapping,
@@ -168,3 +169,10 @@ def test_impossible_devices_are_refused(devices):
     bad = devices if devices is not None else {"trainer": [0, 1 << 60], "engine": [0]}
     with pytest.raises(ConfigError, match="devices of"):
         topology_from_mapping(table | {"devices": bad}, num_trainers=2, num_engines=1, where="here")
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_a_kind_of_cluster_survives_its_file(tmp_path, preset):
+    path = tmp_path / "a.toml"
+    path.write_text(cluster_toml(load_topology(preset)))
+    assert load_topology(str(path)) == load_topology(preset)

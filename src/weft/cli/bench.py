@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import logging
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -14,8 +15,10 @@ from rich.table import Table
 from weft.cli.case_options import Json
 from weft.cli.output import err, out, print_json, progress
 from weft.config import ReceiverMode
+from weft.core.topology import cluster_toml, load_topology
 from weft.devices import memory_kind
 from weft.errors import ConfigError, TransportUnavailable
+from weft.runtime.controller.planning import DEFAULT_TOPOLOGY
 
 if TYPE_CHECKING:
     from weft.bench.codec import CodecReport
@@ -58,6 +61,38 @@ def transfer_command(
         print_json(report.to_json())
     else:
         _show(report)
+
+
+@bench_app.command("links")
+def links_command(
+    topology: Annotated[str, typer.Option(help="Preset or .toml file the costs are put into.")] = DEFAULT_TOPOLOGY,
+    save: Annotated[Path | None, typer.Option(help="Write the topology with these costs to a .toml file.")] = None,
+    repeat: Annotated[int, typer.Option(min=1, max=1000, help="Runs of each; medians are shown.")] = 9,
+    as_json: Json = False,
+) -> None:
+    """What one write costs over each transport here: the planner packs runs that are not worth one."""
+    if save is not None and save.suffix != ".toml":
+        raise ConfigError(f"`{save}` is not a .toml file", hint="topologies are read from .toml files")
+    cluster = load_topology(topology)
+    with progress() as say:
+        report = _load("links").measure(repeat=repeat, say=_tell(say))
+    if save is not None:
+        save.write_text(cluster_toml(report.put_into(cluster)))
+    if as_json:
+        print_json(report.to_json())
+        return
+    title = f"one core copies {report.cpu_gb_per_s:.1f} GB/s"
+    table = Table(title=title, title_justify="left")
+    for name in ("transport", "µs a write", "GB/s", "of copy", "packs runs below"):
+        table.add_column(name, justify="left" if name == "transport" else "right")
+    for row in report.rows:
+        cells = f"{row.op_us:.2f}", f"{row.gb_per_s:.1f}", f"{row.of_copy:.2f}", f"{row.min_run_bytes} bytes"
+        table.add_row(row.transport, *cells)
+    out.print(table)
+    for name, why in report.missing.items():
+        err.print(f"{name}: not measured: {escape(why)}")
+    if save is not None:
+        err.print(f"written to {escape(str(save))}; use it with --topology {escape(str(save))}")
 
 
 @bench_app.command("codec")

@@ -2,7 +2,8 @@
 
 - `staging="cpu"` keeps what a trainer sends in host memory, once for all engine ranks that get the same bytes.
 - Patches (`delta`) keep it twice: what the engines hold, and what comes next.
-- Engines keep a second copy in mode `shadow`, and with patches memory for the largest ones: anchors.
+- Engines keep a second copy in mode `shadow`. With patches they keep a small share of the weights for these, and in
+  modes `patch` and `in_place` a window that versions pass which are sent whole.
 """
 
 from __future__ import annotations
@@ -11,8 +12,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from weft.config import TransferSettings
 from weft.core.boxes import Ints
 from weft.core.plan import Plan
+
+SMALLEST_PATCH_ROOM = 64 << 10
+"""Of a link: patches of few elements consist of headers."""
+ALIGN = 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,13 +33,20 @@ class MemoryCost:
     shadow_bytes: int
     """Of an engine rank, in mode `shadow`."""
     patch_bytes: int
-    """Of an engine rank, with `delta`."""
+    """Of an engine rank, with `delta` and the default share; the window comes on top."""
+
+
+def patch_room(wire_bytes: Ints, share: float) -> Ints:
+    """Room for patches on an engine rank, for links that carry so many bytes in a version that is sent whole."""
+    room = np.maximum((wire_bytes * share).astype(np.int64), SMALLEST_PATCH_ROOM)
+    return np.where(wire_bytes > 0, -(-room // ALIGN) * ALIGN, 0)
 
 
 def memory_cost(plan: Plan) -> MemoryCost:
     """Memory beside the weights themselves."""
     images = image_bytes(plan)
     chunks = plan.chunks
+    patches = patch_room(chunks.pair_sum(chunks.num_bytes, plan.pair_bytes.shape), TransferSettings().patch_share)
     landing = np.bincount(chunks.receiver, weights=chunks.room, minlength=plan.topology.num_engines)
     received = int(landing.max(initial=0))
     host = plan.topology.host_of(plan.topology.trainer_device)
@@ -42,7 +55,7 @@ def memory_cost(plan: Plan) -> MemoryCost:
         staging_host_bytes=int(np.bincount(host, weights=images).max(initial=0)),
         delta_bytes=2 * int(images.max(initial=0)),
         shadow_bytes=received,
-        patch_bytes=received + received // 128,
+        patch_bytes=int(patches.sum(axis=0).max(initial=0)),
     )
 
 

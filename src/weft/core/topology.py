@@ -350,6 +350,25 @@ def cluster_from_mapping(table: dict[str, Any], *, where: str) -> Cluster:
     return Cluster(name=str(table.get("name", where)), host=kind, placement=placement)
 
 
+def cluster_toml(cluster: Cluster) -> str:
+    """A cluster as the TOML file `load_topology` reads."""
+    host = asdict(cluster.host)
+    nics = host.pop("nics")
+    lines = [f'name = "{cluster.name}"', f'placement = "{cluster.placement}"', "", "[host]"]
+    lines += [f"{name} = {_toml(value)}" for name, value in host.items()]
+    for nic in nics:
+        lines += ["", "[[nic]]", *(f"{name} = {_toml(value)}" for name, value in nic.items())]
+    return "\n".join(lines) + "\n"
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return "{ " + ", ".join(f"{name} = {_toml(part)}" for name, part in value.items()) + " }"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(_toml(part) for part in value) + "]"
+    return repr(value)
+
+
 def topology_from_mapping(table: dict[str, Any], *, num_trainers: int, num_engines: int, where: str) -> Topology:
     """A topology from what `Topology.to_json` gives."""
     kind = {key: value for key, value in table.items() if key != "devices"}

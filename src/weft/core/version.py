@@ -145,6 +145,12 @@ class VersionLedger:
         self._open.written.add(trainer)
         return self.is_written
 
+    def write_again(self, version: int) -> None:
+        """What was written is not enough for some engines: all trainers write once more before any is ready."""
+        if self._open is None or version != self._open.version or not self.is_written or self._open.ready:
+            raise VersionError(f"version {version} cannot be written again")
+        self._open.written.clear()
+
     @property
     def is_written(self) -> bool:
         """Whether all trainers have written the open version."""

@@ -100,7 +100,7 @@ class RehearsedReceiver(Receiver):
         self.log = PartLog()
         self._claimed, self._turn = place, turn
         super().__init__(address, rank=rank, weights=weights, transport=transport)
-        self._work = StillWork()
+        self._work = self._following._work = self._mode._work = StillWork()
 
     def _join_message(self) -> Join:
         return msgspec.structs.replace(super()._join_message(), place=self._claimed)

@@ -210,6 +210,10 @@ class Ranges:
         """Whether a range is registered."""
         return (address, num_bytes) in self._ranges
 
+    def are_among(self, other: Ranges) -> bool:
+        """Whether all of these are registered there, too."""
+        return self._ranges.keys() <= other._ranges.keys()
+
     def find(self, address: Column, length: Column, *, whose: str) -> NDArray[np.int64]:
         """For every row the number of a range (sorted by address) that contains it; raises if there is none."""
         starts, ends = self.columns()

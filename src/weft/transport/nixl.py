@@ -101,6 +101,11 @@ class _Peer:
     tag: int = 0
     posted: int = 0
     """Bytes under the last tag."""
+    is_lost: bool = False
+
+    def reaches(self, agent: str, ranges: Ranges) -> bool:
+        """Whether this connection serves for an agent, and all memory it knows is among these."""
+        return self.name == agent and not self.is_lost and self.ranges.are_among(ranges)
 
     def note(self, writer: int, tag: int, num_bytes: int) -> bytes:
         """What announces the next bytes."""
@@ -247,16 +252,22 @@ class NixlTransport(Transport[_Peer]):
 
     def _open(self, endpoint: Endpoint, descriptors: Sequence[Descriptor]) -> _Peer:
         where = msgspec.msgpack.decode(endpoint.data, type=_EndpointData)
-        self.disconnect(endpoint.member)
+        ranges = Ranges()
+        for descriptor in descriptors:
+            ranges.add(descriptor.address, descriptor.num_bytes)
+        known = self._peers.get(endpoint.member)
+        is_known = known is not None and known.reaches(where.agent, ranges)
+        if is_known:  # NIXL keeps the sockets of connections it is told to remove
+            del self._peers[endpoint.member]
+        else:
+            self.disconnect(endpoint.member)
         try:
             name = self._agent.add_remote_agent(where.metadata).decode()
-            self._agent.make_connection(name)
+            if not is_known:
+                self._agent.make_connection(name)
         except Exception as error:
             raise self._failure(error, endpoint.member) from error
-        peer = _Peer(agent=self._agent, name=name)
-        for descriptor in descriptors:
-            peer.ranges.add(descriptor.address, descriptor.num_bytes)
-        return peer
+        return _Peer(agent=self._agent, name=name, ranges=ranges)
 
     def _translate(self, peer: _Peer, batch: Batch, at: NDArray[np.int64]) -> Batch:
         """Rows become NIXL descriptors, prepared once and posted for every version."""
@@ -381,6 +392,8 @@ class NixlTransport(Transport[_Peer]):
         """NIXL's errors as ours."""
         gone = (self._errors.nixlRemoteDisconnectError, self._errors.nixlBackendError)
         if isinstance(error, gone):
+            if peer in self._peers:
+                self._peers[peer].is_lost = True
             return PeerLost(f"{peer} is gone: {error}")
         return TransportError(f"NIXL failed towards {peer}: {type(error).__name__} {error}")
 

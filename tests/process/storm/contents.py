@@ -1,7 +1,8 @@
 """The weights of a version, derived from its number alone; fast enough to be compared after every commit.
 
 Element i of a tensor is `noise(i) + PHASE * w`, in 32-bit words, where w is the last version that changed it. Every
-element changes in every version, or, for patches, those with `i % 32 == w % 32`.
+element changes in every version, or, for patches, those with `i % 32 == w % 32`; every seventh time all, which is more
+than there is room for.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from tests.process.storm.settings import ROW, StormSettings
 from weft.runtime.weights import Part
 
 PERIOD = 32
+ALL_EVERY = 7
 PHASE = 0x9E3779B9
 Words = NDArray[np.uint32]
 
@@ -73,7 +75,9 @@ class Contents:
 
     def _phase(self, version: int) -> Words:
         classes = np.arange(PERIOD, dtype=np.int64)
-        changed = version - (version - classes) % PERIOD if self._is_sparse else np.full(PERIOD, version)
+        changed = np.maximum(version - (version - classes) % PERIOD, version - version % ALL_EVERY)
+        if not self._is_sparse:
+            changed[:] = version
         return ((changed + PERIOD) * PHASE & 0xFFFFFFFF).astype(np.uint32)
 
 

@@ -169,7 +169,7 @@ class Attendant:
         was_paused = bool(scheduler._engine_paused) if self._wants_pause is None else self._wants_pause
         if self._cache is CachePolicy.RECOMPUTE and not scheduler.is_fully_idle(ignore_waiting=True):
             scheduler.pause_generation(PauseGenerationReqInput(mode="retract"))
-        status = self._rank.serve(told.version, self._settings.commit_s)
+        status = self._rank.serve(told.version, self._settings.stand_still_s)
         self._report(status["error"])
         if not self._all_serve(status):
             log.error("weft: the engine's weights are torn; it serves again after the next version")

@@ -267,7 +267,7 @@ class Attendant:
     def _commit(self) -> None:
         answers, wanted = [], self._next()
         if wanted is not None:
-            answers = self._ask_workers("weft_serve", wanted[1], self._settings.commit_s)
+            answers = self._ask_workers("weft_serve", wanted[1], self._settings.stand_still_s)
             self._wanted = {key: ranks for key, ranks in self._wanted.items() if key[0] != wanted[0] or key > wanted}
         is_torn = _is_torn(answers)
         if hasattr(self._core, "dp_group"):  # cores that compute together stand still together

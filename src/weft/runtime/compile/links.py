@@ -30,7 +30,7 @@ def member_links(
         min_run_bytes[link] = plan.settings.min_write_bytes or plan.topology.min_run_bytes(transport, memory)
     is_delta = settings.delta is DeltaPolicy.ON
     in_place = settings.mode is ReceiverMode.IN_PLACE
-    has_window = ~is_mapped & (in_place and not is_delta)
+    has_window = np.full(shape, settings.mode is not ReceiverMode.SHADOW) if is_delta else ~is_mapped & in_place
     chunk_bytes = np.empty(shape, dtype=np.int64)
     for engine, device in devices.items():
         chunk_bytes[:, engine] = plan.settings.chunk_bytes

@@ -8,16 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache
 from math import prod
 
 import numpy as np
 from numpy.typing import NDArray
 
 from weft.config import DeltaPolicy, ReceiverMode, TransferSettings
-from weft.core.carriage import Carriage
 from weft.core.exchange import ScaleGroups
 from weft.core.layout import DTYPE_BYTES
+from weft.core.memory_cost import patch_room
 from weft.core.plan import Plan
 from weft.core.plan_streams import PlanChunks, plan_chunks
 from weft.core.recipe import Op
@@ -26,8 +25,7 @@ from weft.core.streams import Path
 from weft.errors import PlanError
 from weft.runtime.compile.columns import squeeze
 from weft.runtime.compile.grids import TrainerGrids, trainer_grids
-from weft.runtime.compile.link_boxes import LinkBoxes, PlanBoxes, held_numbers
-from weft.runtime.compile.link_stream import LinkStream
+from weft.runtime.compile.link_boxes import PlanBoxes, held_numbers
 from weft.runtime.compile.links import member_links
 from weft.runtime.control.messages import HeldShard, Join, Opened, ReceivePlan, SendPlan, Source, Target, unpack
 from weft.transport.base import Endpoint
@@ -92,9 +90,9 @@ class Parts:
         self.num_writes = int(chunks.num_writes.sum())
         """One-sided writes of such a version."""
         landing = self._landing_room(chunks)
-        patches = self._patch_room()
         self._landing_bytes, self._streams = landing.sum(axis=0), np.cumsum(landing, axis=0) - landing
-        self._patch_bytes, self._patches = patches.sum(axis=0), np.cumsum(patches, axis=0) - patches
+        self._patch_room = self._room_for_patches()
+        self._patches = np.cumsum(self._patch_room, axis=0) - self._patch_room
 
     def _landing_room(self, chunks: PlanChunks) -> Int64s:
         """Bytes each link needs in the landing area: for its stream, or for its window."""
@@ -106,15 +104,11 @@ class Parts:
         np.maximum.at(largest, (chunks.sender[packed], chunks.receiver[packed]), chunks.room[packed])
         return np.minimum(self.links.num_slots, chunks.pair_sum(packed, shape)) * _aligned(largest)
 
-    def _patch_room(self) -> Int64s:
-        """Bytes each link needs for its patches."""
-        room = np.zeros(self._linked.shape, dtype=np.int64)
+    def _room_for_patches(self) -> Int64s:
+        """Bytes each link has for its patches."""
         if self._settings.delta is not DeltaPolicy.ON:
-            return room
-        sizes = cache(_max_patch_bytes)
-        for link in zip(*(side.tolist() for side in np.nonzero(self._linked)), strict=True):
-            room[link] = sizes(self._table(*link).encoded, self.links.carriage(*link))
-        return _aligned(room)
+            return np.zeros(self._linked.shape, dtype=np.int64)
+        return patch_room(self.wire_bytes, self._settings.patch_share)
 
     def _table(self, trainer: int, engine: int) -> LinkTable:
         """The boxes of one link, made once: both of its ends get them, and again when a member returns."""
@@ -133,7 +127,7 @@ class Parts:
     @property
     def has_windows(self) -> bool:
         """Whether engines drain something into their live weights."""
-        return bool(self._landing_bytes.any()) and self._settings.mode is ReceiverMode.IN_PLACE
+        return bool(self._landing_bytes.any()) and self._settings.mode is not ReceiverMode.SHADOW
 
     @property
     def holders(self) -> dict[int, frozenset[int]]:
@@ -150,7 +144,7 @@ class Parts:
         """The memory an engine rank has to open."""
         is_delta = self._settings.delta is DeltaPolicy.ON
         is_live = self._settings.mode is ReceiverMode.IN_PLACE and not is_delta
-        landing, patches = int(self._landing_bytes[engine]), int(self._patch_bytes[engine])
+        landing, patches = int(self._landing_bytes[engine]), int(self._patch_room[:, engine].sum())
         return Opening(is_live=is_live, landing_bytes=landing, patch_bytes=patches)
 
     def send_plan(self, trainer: int, opened: Mapping[int, Opened]) -> SendPlan:
@@ -178,6 +172,7 @@ class Parts:
             places=squeeze(places),
             stream=opened.landing + int(self._streams[link]) if opened.landing else 0,
             patches=opened.patches + int(self._patches[link]) if opened.patches else 0,
+            patch_bytes=int(self._patch_room[link]),
         )
 
     def receive_plan(self, engine: int, opened: Mapping[int, Opened]) -> ReceivePlan:
@@ -190,6 +185,7 @@ class Parts:
                 boxes=self._table(trainer, engine).encoded,
                 stream=int(self._streams[trainer, engine]),
                 patches=int(self._patches[trainer, engine]),
+                patch_bytes=int(self._patch_room[trainer, engine]),
                 endpoint=self._endpoint(trainer, engine, opened[trainer]),
             )
             for trainer in np.flatnonzero(self._linked[:, engine]).tolist()
@@ -201,11 +197,6 @@ class Parts:
         if not self.links.carriage(trainer, engine).num_slots:
             return None
         return opened.offers[self._transports[trainer, engine]].endpoint
-
-
-def _max_patch_bytes(encoded: bytes, carriage: Carriage) -> int:
-    """No patches of a link are longer."""
-    return sum(image.max_patch_bytes for image in LinkStream(LinkBoxes.decode(encoded), carriage).images())
 
 
 def _aligned(sizes: Int64s) -> Int64s:

@@ -1,4 +1,4 @@
-"""Everything that travels on the control plane. Version 6.
+"""Everything that travels on the control plane. Version 7.
 
     member → controller   Join, Opened, Blocked, Want, Amax, Written, Stopped, At, Paused, Ready, Failed, Committed,
                           Beat, Leave
@@ -21,7 +21,7 @@ from weft.transport.base import Column, Descriptor, Endpoint
 from weft.transport.host import ProcessIdentity
 from weft.transport.registry import Place
 
-PROTOCOL = 6
+PROTOCOL = 7
 STEPS_AHEAD = 2
 """How many steps an engine rank may go on while the ranks of its engine agree on a boundary."""
 
@@ -134,6 +134,11 @@ class Amax(_Message, frozen=True):
     """FP32."""
 
 
+def tag_of(version: int, *, whole: bool) -> int:
+    """What bytes of a version are counted under; those of its second round, where it is sent whole, apart."""
+    return 2 * version + (2 if whole else 1)
+
+
 class Part(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """What one trainer wrote to one engine rank."""
 
@@ -158,6 +163,8 @@ class Written(_Message, frozen=True):
     version: int
     parts: list[Part]
     losses: list[Loss]
+    whole: list[int] = []
+    """Engine ranks that patches were not made for, or are too long for: they need the version whole."""
 
 
 class Stopped(_Message, frozen=True):
@@ -277,6 +284,8 @@ class Target(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     """Address of the stream in the landing area, or of the link's window."""
     patches: int = 0
     """Where patches go, if they are sent."""
+    patch_bytes: int = 0
+    """Room for them."""
 
 
 class SendPlan(_Message, frozen=True):
@@ -301,6 +310,8 @@ class Source(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     """Where credits for Chunks in the window are returned to."""
     patches: int = 0
     """Where its patches begin in the memory for them."""
+    patch_bytes: int = 0
+    """Room for them."""
 
 
 class ReceivePlan(_Message, frozen=True):
@@ -314,6 +325,8 @@ class Expect(_Message, frozen=True):
     """A version is coming; engines that receive in place must pause first."""
 
     version: int
+    whole: bool = False
+    """Not as patches, whatever was said before: those of some trainer do not fit."""
 
 
 class Go(_Message, frozen=True):
@@ -323,6 +336,8 @@ class Go(_Message, frozen=True):
     engines: list[int]
     holds: list[int | None]
     """The version each of them serves, if that is known."""
+    whole: bool = False
+    """The second round of a version that patches were not enough for: as it is kept, to these alone."""
 
 
 class Agreed(_Message, frozen=True):

@@ -147,8 +147,7 @@ def _check_memory(member: str, num_shards: int, opened: Opened, needed: Opening)
         raise ProtocolError(f"{member} has {len(opened.live)} bytes of addresses for {num_shards} shards")
     live = unpack(opened.live)
     wrong = live[live >= MAX_ADDRESS][:3].tolist()
-    landing_bytes = 0 if needed.patch_bytes else needed.landing_bytes  # patches are applied by the engine itself
-    asked = ((opened.landing, landing_bytes), (opened.patches, needed.patch_bytes))
+    asked = ((opened.landing, needed.landing_bytes), (opened.patches, needed.patch_bytes))
     wrong += [address for address, size in asked if not bool(size) <= address < MAX_ADDRESS]
     if wrong:
         raise ProtocolError(f"{member} names impossible addresses: {wrong}")
@@ -156,7 +155,7 @@ def _check_memory(member: str, num_shards: int, opened: Opened, needed: Opening)
 
 def check_written(trainer: int, message: Written, engines: Collection[int], owed: Mapping[int, int] | None) -> None:
     """Raise unless a trainer speaks of what it was told to write. `owed`: bytes to each engine; None: not known."""
-    written = [part.engine for part in message.parts] + [loss.engine for loss in message.losses]
+    written = [part.engine for part in message.parts] + [loss.engine for loss in message.losses] + message.whole
     if len(set(written)) != len(written) or not set(written) <= set(engines):
         raise ProtocolError(
             f"trainer {trainer} wrote to engine ranks {sorted(written)}, not to some of {sorted(engines)}"

@@ -701,11 +701,12 @@ class Controller:
     def _send_writers(self, transfer: Transfer) -> None:
         if transfer.unpaused or transfer.is_decided:
             return
+        engines = sorted(transfer.takers)
+        holds = [self._holds.get(rank) for rank in engines]
+        go = Go(version=transfer.version, engines=engines, holds=holds, whole=transfer.is_second_round)
         for trainer in sorted(transfer.waiting):
             transfer.writers.add(trainer)
-            engines = sorted(transfer.engines)
-            holds = [self._holds.get(rank) for rank in engines]
-            self._send(f"trainer {trainer}", Go(version=transfer.version, engines=engines, holds=holds))
+            self._send(f"trainer {trainer}", go)
         transfer.waiting.clear()
 
     def _turn_away(self) -> None:
@@ -751,7 +752,7 @@ class Controller:
             return  # it was over before
         if trainer not in transfer.writers:
             raise ProtocolError(f"trainer {trainer} has written version {version} without being told to")
-        check_written(trainer, message, transfer.engines, self._owed(trainer))
+        check_written(trainer, message, transfer.takers, self._owed(trainer, transfer))
         transfer.writers.discard(trainer)
         transfer.finished.add(trainer)
         transfer.has_bytes = True
@@ -765,12 +766,27 @@ class Controller:
         is_written = self._ledger.written(trainer=trainer, version=transfer.version)
         for loss in message.losses:  # if it lives, it joins again
             self._lose(f"engine {loss.engine}", f"could not be written to by trainer {trainer}: {loss.reason}")
-        if is_written and not transfer.is_decided:
+        for rank in message.whole:
+            transfer.whole.update(self._who.ranks_of(rank // self._who.ranks_per_engine))
+        if not is_written or transfer.is_decided:
+            return
+        if transfer.whole & transfer.engines and not transfer.is_second_round:
+            self._send_whole(transfer)
+        else:
             self._verify(transfer)
 
-    def _owed(self, trainer: int) -> dict[int, int] | None:
+    def _send_whole(self, transfer: Transfer) -> None:
+        """Patches are not enough for some engines: these get the version whole, and stand still for it in `patch`."""
+        pauses = self._settings.mode is ReceiverMode.PATCH
+        transfer.begin_second_round(deadline=time.monotonic() + self._settings.version_s, pauses=pauses)
+        self._ledger.write_again(transfer.version)
+        for rank in sorted(transfer.whole):
+            self._send(f"engine {rank}", Expect(version=transfer.version, whole=True))
+        self._send_writers(transfer)
+
+    def _owed(self, trainer: int, transfer: Transfer) -> dict[int, int] | None:
         """The bytes a trainer writes to each engine rank; None where patches, of any length, are written."""
-        if self._parts is None or self._settings.delta is DeltaPolicy.ON:
+        if self._parts is None or (self._settings.delta is DeltaPolicy.ON and not transfer.is_second_round):
             return None
         return self._parts.owed(trainer)
 
@@ -871,7 +887,7 @@ class Controller:
         transfer.is_decided, transfer.is_commit = True, decision.commit
         commits = {rank for engine in decision.engines for rank in self._who.ranks_of(engine)}
         self._uncommitted |= dict.fromkeys(commits & set(self._who.joins("engine")), decision.version)
-        if decision.commit or not self._writes_live:
+        if decision.commit or not any(self._is_live(transfer, rank) for rank in transfer.engines):
             self._tell_engines(transfer, decision)
         else:  # whether engines are torn is known when the writers have stopped, which they do when they hear of it
             transfer.aborted = decision
@@ -882,10 +898,10 @@ class Controller:
             self._abort(decision)
         self._let_go()
 
-    @property
-    def _writes_live(self) -> bool:
-        """Whether trainers write into the live weights of engines, which stand still for that."""
-        return self._settings.mode is ReceiverMode.IN_PLACE
+    def _is_live(self, transfer: Transfer, rank: int) -> bool:
+        """Whether the version reaches the live weights of an engine rank before it is decided."""
+        second = self._settings.mode is ReceiverMode.PATCH and transfer.is_second_round
+        return self._settings.mode is ReceiverMode.IN_PLACE or (second and rank in transfer.whole)
 
     def _tell_engines(self, transfer: Transfer, decision: Decision) -> None:
         """What was decided, and whether those that do not commit hold something torn."""
@@ -894,10 +910,11 @@ class Controller:
         for rank in self._who.joins("engine"):
             message = Decide(version=decision.version, commit=True)
             if rank not in commits:
-                if transfer.has_bytes and self._writes_live:
+                is_torn = transfer.has_bytes and self._is_live(transfer, rank)
+                if is_torn:
                     self._holds[rank] = None
                 reason = decision.reason or "its engine was dropped"
-                message = Decide(version=decision.version, commit=False, torn=transfer.has_bytes, reason=reason)
+                message = Decide(version=decision.version, commit=False, torn=is_torn, reason=reason)
             self._send(f"engine {rank}", message)
 
     def _abort(self, decision: Decision) -> None:

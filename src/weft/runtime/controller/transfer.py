@@ -29,6 +29,9 @@ class Transfer:
     finished: set[int] = field(default_factory=set)
     """Trainers that have written all they owe."""
     parts: list[Part] = field(default_factory=list)
+    whole: set[int] = field(default_factory=set)
+    """Engine ranks that patches are not enough for: they get the version whole, in a second round."""
+    is_second_round: bool = False
     has_bytes: bool = False
     """Whether any byte of it was written, or may have been by a writer that was lost."""
     is_decided: bool = False
@@ -36,6 +39,20 @@ class Transfer:
     aborted: Decision | None = None
     """An abort that engines have not heard of, because writers have not said yet whether they wrote anything."""
     abort_deadline: float = 0.0
+
+    def begin_second_round(self, *, deadline: float, pauses: bool) -> None:
+        """Everybody writes once more, to the engine ranks that need the version whole; those may have to pause."""
+        self.is_second_round, self.deadline = True, deadline
+        self.whole &= self.engines
+        self.parts = [part for part in self.parts if part.engine not in self.whole]
+        self.waiting, self.finished = self.finished, set()
+        if pauses:
+            self.unpaused, self.has_bytes = set(self.whole), False
+
+    @property
+    def takers(self) -> set[int]:
+        """Engine ranks that are written to in this round."""
+        return self.whole if self.is_second_round else self.engines
 
     @property
     def wire_bytes(self) -> int:

@@ -56,8 +56,11 @@ class Arrivals:
         transports: OpenTransports,
         work: DeviceWork,
         digest: DigestPolicy,
+        *,
+        tag: int,
     ) -> None:
-        self.version = version
+        """`tag`: what its bytes are counted under."""
+        self.version, self._tag = version, tag
         self._transports, self._work, self._digest = transports, work, digest
         self._progress = [_Progress(link) for link in links]
 
@@ -83,7 +86,7 @@ class Arrivals:
             link = progress.link
             if progress.is_whole:
                 continue
-            landed = self._transports[link.transport].arrived(self.version + 1, writer=link.trainer)
+            landed = self._transports[link.transport].arrived(self._tag, writer=link.trainer)
             chunk = link.chunks[progress.chunk]
             if landed < (progress.done + chunk.num_bytes if link.is_ordered else link.total):
                 continue
@@ -91,7 +94,7 @@ class Arrivals:
             progress.done += chunk.num_bytes
             progress.chunk += 1
             if chunk.is_drained:
-                self._transports[link.transport].credit(f"trainer {link.trainer}", self.version + 1, chunk.num_bytes)
+                self._transports[link.transport].credit(f"trainer {link.trainer}", self._tag, chunk.num_bytes)
             moved = True
         return moved
 

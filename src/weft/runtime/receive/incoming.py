@@ -16,10 +16,12 @@ from weft.runtime.receive.landing import ArrivingChunk, ArrivingLink, PatchedLin
 
 def arriving_patches(link: PatchedLink, sizes: Sequence[int]) -> ArrivingLink:
     """The bytes of one version's patches, from the bytes of each. Raises CodecError for sizes that cannot be."""
-    room = [chunk.layout.max_patch_bytes for chunk in link.chunks]
-    if len(sizes) != len(room) or any(not 0 < size <= most for size, most in zip(sizes, room, strict=True)):
-        raise CodecError(f"trainer {link.trainer} sent patches of {list(sizes)[:8]} bytes for {room[:8]}")
-    slot = np.array([chunk.slot for chunk in link.chunks], dtype=np.uint64)
+    if len(sizes) != len(link.chunks) or min(sizes, default=1) <= 0 or sum(sizes) > link.num_bytes:
+        raise CodecError(
+            f"trainer {link.trainer} sent {len(sizes)} patches of {list(sizes)[:8]} bytes for {len(link.chunks)} "
+            f"chunks, and memory of {link.num_bytes}"
+        )
+    slot = np.array(link.slots(sizes), dtype=np.uint64)
     none = np.zeros_like(slot)
     planes = Planes(
         dst=slot,
@@ -51,18 +53,20 @@ class Patches:
         sent = {part.trainer: part.sizes for part in parts}
         self.version = version
         self._all = [
-            (link.trainer, chunk, *self._open(link.trainer, chunk, size, compressed))
+            (link.trainer, chunk, *self._open(link.trainer, chunk, at, size, compressed))
             for link in links
-            for chunk, size in zip(link.chunks, sent[link.trainer], strict=True)
+            for chunk, at, size in zip(link.chunks, link.slots(sent[link.trainer]), sent[link.trainer], strict=True)
         ]
 
     @staticmethod
-    def _open(trainer: int, chunk: PatchPlace, num_bytes: int, compressed: bool) -> tuple[int, int, Bytes | None]:
+    def _open(
+        trainer: int, chunk: PatchPlace, at: int, num_bytes: int, compressed: bool
+    ) -> tuple[int, int, Bytes | None]:
         """Where a Chunk's patches are, unpacked: address, bytes, and what keeps them."""
         if not compressed:
-            return chunk.slot, num_bytes, None
+            return at, num_bytes, None
         try:
-            patches = chunk.layout.decompress(memory_view(chunk.slot, num_bytes))
+            patches = chunk.layout.decompress(memory_view(at, num_bytes))
         except CodecError as error:
             raise CodecError(f"trainer {trainer} sent {error}", hint=error.hint) from error
         return int(patches.ctypes.data), len(patches), patches

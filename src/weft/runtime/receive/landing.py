@@ -6,7 +6,6 @@ where they belong.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -14,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from weft.codec.delta import ImageRows
+from weft.codec.image import ALIGN as PATCH_ALIGN
 from weft.codec.image import ImageLayout
 from weft.core.boxes import row_major_strides
 from weft.core.layout import DTYPE_BYTES
@@ -68,20 +68,27 @@ class ArrivingLink:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PatchPlace:
-    """Where the patch of one Chunk lands, and where its changes belong."""
+    """The patch of one Chunk, and where its changes belong."""
 
-    slot: int
     layout: ImageLayout
     rows: tuple[ImageRows, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PatchedLink:
-    """What comes from one trainer as patches."""
+    """What comes from one trainer as patches, one behind the other."""
 
     trainer: int
     transport: str
+    address: int
+    num_bytes: int
+    """Room for them."""
     chunks: tuple[PatchPlace, ...]
+
+    def slots(self, sizes: Sequence[int]) -> list[int]:
+        """Where the patches of a version are, from the bytes of each."""
+        taken = -(-np.array(sizes, dtype=np.int64) // PATCH_ALIGN) * PATCH_ALIGN
+        return (self.address + np.cumsum(taken) - taken).tolist()
 
 
 class Landing:
@@ -113,13 +120,11 @@ class Landing:
             key = source.boxes, source.carriage
             stream = streams.get(key) or streams.setdefault(key, LinkStream(LinkBoxes.decode(source.boxes), key[1]))
             at = None if landing is None else landing.address + source.stream
-            if patches is None:
-                found = self._landed(stream, at)
-                drained = self._drained(stream, 0 if window is None else window.address + source.stream)
-                self.arriving.append(_arriving(source, stream, found, drained))
-                tables += found
-            else:
-                tables += self._landed(stream, at) if landing is not None else []
+            found = self._landed(stream, at)
+            drained = self._drained(stream, 0 if window is None else window.address + source.stream)
+            self.arriving.append(_arriving(source, stream, found, drained))
+            tables += found
+            if patches is not None:
                 self.patched.append(self._patched(source, stream, at, patches.address + source.patches))
         self.steps: tuple[Planes, ...] = ()
         """What makes a staged version visible, one after the other; nothing where it is in its place already."""
@@ -138,9 +143,8 @@ class Landing:
         tensors = stream.boxes.tensors
         return stream.drained(window, self._live[tensors], self._place[tensors])
 
-    def _patched(self, source: Source, stream: LinkStream, at: int | None, slot: int) -> PatchedLink:
+    def _patched(self, source: Source, stream: LinkStream, at: int | None, address: int) -> PatchedLink:
         layouts = stream.images()
-        slots = itertools.accumulate((layout.max_patch_bytes for layout in layouts), initial=slot)
         if at is None:
             rows = stream.image_rows(self._live[stream.boxes.tensors], self._scratch.address)
         else:
@@ -149,10 +153,9 @@ class Landing:
         return PatchedLink(
             trainer=source.trainer,
             transport=source.transport,
-            chunks=tuple(
-                PatchPlace(slot=where, layout=layout, rows=mine)
-                for where, layout, mine in zip(slots, layouts, rows, strict=False)
-            ),
+            address=address,
+            num_bytes=source.patch_bytes,
+            chunks=tuple(PatchPlace(layout=layout, rows=mine) for layout, mine in zip(layouts, rows, strict=True)),
         )
 
 

@@ -70,20 +70,14 @@ class ReachableMemory:
 
     def offer(self, number: int) -> Opened:
         """What trainers need to know, in a round of opening."""
-        own = self.patches or self.landing
-        if own is None:
-            live = np.array([held.address for held in self.weights.held], dtype=np.uint64)
-            window = [] if self.window is None else [(self.window.address, self.window.num_bytes)]
-            return Opened(
-                round=number,
-                offers=self._transports.offers([*self.weights.ranges, *window]),
-                live=pack(live),
-                landing=window[0][0] if window else 0,
-            )
+        beside = self.landing or self.window
+        own = [(memory.address, memory.num_bytes) for memory in (beside, self.patches) if memory is not None]
+        live = np.array([held.address for held in self.weights.held if self.is_live], dtype=np.uint64)
         return Opened(
             round=number,
-            offers=self._transports.offers([(own.address, own.num_bytes)]),
-            landing=0 if self.patches is not None or self.landing is None else self.landing.address,
+            offers=self._transports.offers([*(self.weights.ranges if self.is_live else ()), *own]),
+            live=pack(live),
+            landing=0 if beside is None else beside.address,
             patches=0 if self.patches is None else self.patches.address,
         )
 
@@ -97,19 +91,21 @@ class ReachableMemory:
         `beyond_reach`: those that could still write there. Without any, memory that cannot be given up stays in use.
         """
         writers = tuple(beyond_reach)
-        if self.patches is not None:
-            patches = self.patches
-            if patches.give_up() or writers:
-                self._quarantine.append(_Quarantined(patches, writers))
-                self.patches = None
-            return False  # versions are staged from patches, in memory nobody else writes
-        if self.landing is not None and (self.landing.give_up() or writers):
-            self._quarantine.append(_Quarantined(self.landing, writers))
-            self.landing = None
-            return True
         if self.is_live:
             self._is_offered = False  # registered anew, and moved where they can be
-        return False
+            return False
+        had_landing = self.landing is not None
+        self.patches, self.window, self.landing = (
+            self._given_up(memory, writers) for memory in (self.patches, self.window, self.landing)
+        )
+        return had_landing and self.landing is None
+
+    def _given_up(self, memory: Memory | None, writers: tuple[Writer, ...]) -> Memory | None:
+        """What is left of some memory: itself, where it stays in use."""
+        if memory is None or not (memory.give_up() or writers):
+            return memory
+        self._quarantine.append(_Quarantined(memory, writers))
+        return None
 
     def release_quarantine(self, has_ended: Callable[[Writer], bool]) -> None:
         """Give back what no living writer can reach."""
@@ -126,4 +122,4 @@ class ReachableMemory:
         self.give_up(beyond_reach)
         if any(kept.writers for kept in self._quarantine):
             keep_reserved(self._quarantine)
-        self.landing, self.patches, self._quarantine = None, None, []
+        self.landing, self.patches, self.window, self._quarantine = None, None, None, []

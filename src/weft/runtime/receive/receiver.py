@@ -30,12 +30,11 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, Self
 
-from weft.config import CompressionPolicy, DeltaPolicy, DigestPolicy, ReceiverMode
-from weft.devices import CPU, device_work
+from weft.config import DeltaPolicy, ReceiverMode
+from weft.devices import device_work
 from weft.errors import IntegrityError, ProtocolError, TransferTimeout, TransportError, WeftError
 from weft.runtime.control.member import ControlThread, Duties
 from weft.runtime.control.messages import (
-    STEPS_AHEAD,
     At,
     Blocked,
     Boundary,
@@ -46,7 +45,6 @@ from weft.runtime.control.messages import (
     Failed,
     Join,
     Open,
-    Part,
     Paused,
     Ready,
     ReceivePlan,
@@ -55,24 +53,19 @@ from weft.runtime.control.messages import (
     Writer,
 )
 from weft.runtime.control.security import Security, client_keys
-from weft.runtime.receive.arrivals import Arrivals, spare_core
 from weft.runtime.receive.exposure import Exposure, has_ended, named
-from weft.runtime.receive.landing import ArrivingLink, Landing
-from weft.runtime.receive.patch_intake import PatchIntake, PatchTarget
+from weft.runtime.receive.following import Following
+from weft.runtime.receive.landing import Landing
+from weft.runtime.receive.modes import MODES, Mode, Shadow
+from weft.runtime.receive.rank_state import Ending, RankState, Turn
 from weft.runtime.receive.reachable import ReachableMemory
 from weft.runtime.transports import OpenTransports
 from weft.runtime.weights import Weights
 from weft.transport.base import Transport
 from weft.transport.host import ProcessIdentity
 
-FOLLOW_S = 0.001
-"""How long to wait between looks at what has landed."""
-BUSY_S = 0.01
-"""The same when all cores are busy, perhaps with writing."""
 LOOK_S = 0.1
 """How long to wait between looks at writers that were lost."""
-ARRIVING_S = 0.00005
-"""The same when everything was sent: the last bytes, or their announcement, come any moment."""
 
 
 class Update:
@@ -128,24 +121,11 @@ class Receiver:
         self._next_look = 0.0
         self._blocked: tuple[int, str] | None = None
         """What was said about waiting, in which round."""
-        self._device = weights.device
         self._work = device_work(weights.device)
-        self._intake = PatchIntake(self._member, weights.device)
-        self._landing: Landing | None = None
-        """What comes, and where it belongs, as the plan says."""
-        self._arrivals: Arrivals | None = None
-        self._sent: tuple[list[Part], float] | None = None
-        self._expected: int | None = None
-        self._is_under_way = False
-        """Whether the expected version is not decided, as far as is known here."""
+        self._following = Following(self._member, weights.device, self._transports)
+        self._mode: Mode = Shadow(self._work)
         self._changed = threading.Condition()
-        self._ready: int | None = None
-        self._pending: int | None = None
-        """A version that `poll` should hand out: decided (shadow), or wanting a pause (in place)."""
-        self._paused = False
-        """Whether writers were let into the live weights."""
-        self._decision: Decide | None = None
-        """How an update in place ended."""
+        self._state = RankState()
         self._is_idle = False
         """Whether the engine's thread stands in `take`."""
         self._pause_began = 0.0
@@ -153,30 +133,25 @@ class Receiver:
         """How long the engine had to stand still for the version it serves."""
         self._engine_task: Callable[[], None] | None = None
         """Work on the engine's own tensors; done by the engine's thread, in `poll` or `wait`."""
-        self._version: int | None = None
-        self._poison: str | None = None
         self._error: WeftError | None = None
         self._refusal: WeftError | None = None
         """Why there was no plan; `poll` and `wait` raise it once, and the receiver waits for other trainers."""
-        self._step = 0
-        self._fence: int | None = None
-        self._boundary: int | None = None
         self._control = ControlThread(address, self._member, self._duties(), keys)
         self._control.start()
 
     @property
     def version(self) -> int | None:
         """The version that is visible, if any was committed. Raises IntegrityError while the weights are torn."""
-        if self._poison is not None:
+        if self._state.poison is not None:
             raise IntegrityError(
-                f"{self._member} holds torn weights: {self._poison}", hint="serve again after the next commit"
+                f"{self._member} holds torn weights: {self._state.poison}", hint="serve again after the next commit"
             )
-        return self._version
+        return self._state.served
 
     @property
     def pending(self) -> int | None:
         """A version that `wait` would hand out, if there is one."""
-        return self._pending
+        return self._state.pending
 
     @property
     def decided_within_s(self) -> float:
@@ -186,7 +161,7 @@ class Receiver:
     @property
     def is_poisoned(self) -> bool:
         """Whether an update in place failed half-way; nothing may be served before the next commit."""
-        return self._poison is not None
+        return self._state.poison is not None
 
     def poll(self, *, step: int | None = None) -> Update | None:
         """A version that may be committed now, if there is one.
@@ -199,12 +174,11 @@ class Receiver:
         with self._changed:
             self._raise_error()
             self._do_engine_task()
-            self._step = self._step + 1 if step is None else step
-            if self._pending is None:
-                return None
+            self._state.advance(step)
             if not self._may_commit_now():
                 return None
-            return Update(self._pending, self)
+            assert self._state.pending is not None
+            return Update(self._state.pending, self)
 
     def wait(self, timeout_s: float = 60.0) -> Update:
         """The next version; raises TransferTimeout. For engines that have nothing else to do: it counts as no step."""
@@ -216,8 +190,8 @@ class Receiver:
                     raise self._late(timeout_s)
                 self._do_engine_task()
             self._raise_error()
-            assert self._pending is not None
-            return Update(self._pending, self)
+            assert self._state.pending is not None
+            return Update(self._state.pending, self)
 
     def take(self, timeout_s: float = 60.0) -> int:
         """Wait for the next version and serve it; for engines that stand still until it is there.
@@ -242,15 +216,16 @@ class Receiver:
 
     def _take_in_place(self, deadline: float, timeout_s: float) -> int | None:
         """With the lock held: let the next version in and wait for its end; None if it was called off."""
-        if self._pending is not None and not self._paused:  # it was announced before
-            self._pause(self._pending)
-        while not self._paused and self._decision is None:
+        state = self._state
+        if state.pending is not None and not state.is_paused:  # it was announced before
+            self._pause(state.pending)
+        while not state.is_paused and state.ending is None:
             self._raise_error()
             self._do_engine_task()
             is_late = not self._changed.wait(max(deadline - time.monotonic(), 0.0))
-            if is_late and not self._paused and self._decision is None:
+            if is_late and not state.is_paused and state.ending is None:
                 raise self._late(timeout_s)
-        version = self._decision.version if self._decision is not None else self._pending
+        version = state.ending.version if state.ending is not None else state.pending
         assert version is not None
         return version if self._see_end(version, max(deadline - time.monotonic(), 0.0)) else None
 
@@ -261,10 +236,9 @@ class Receiver:
 
     def _is_there(self) -> bool:
         """Whether `wait` is over. In place a rank that waits may pause before its engine has agreed on a step."""
-        in_place = self._control.settings.mode is ReceiverMode.IN_PLACE
-        agreed = self._fence is None or self._boundary is not None or in_place
+        agreed = self._state.has_agreed or self._is_in_place
         failed = self._error is not None or self._refusal is not None
-        return failed or (self._pending is not None and agreed)
+        return failed or (self._state.pending is not None and agreed)
 
     def _do_engine_task(self) -> None:
         task, self._engine_task = self._engine_task, None
@@ -279,26 +253,25 @@ class Receiver:
 
     def _may_commit_now(self) -> bool:
         """With the lock held: whether the engine's ranks have agreed on this step."""
-        if self._fence is None:
-            return True
-        if self._boundary is None and self._step < self._fence:
-            return False
+        if self._state.may_commit() is not Turn.UNKNOWN:
+            return self._state.may_commit() is Turn.NOW
         timeout_s = self._control.settings.version_s
         known = self._changed.wait_for(
-            lambda: self._boundary is not None or self._pending is None or self._error is not None, timeout_s
+            lambda: self._state.may_commit() is not Turn.UNKNOWN or self._error is not None, timeout_s
         )
         self._raise_error()
         if not known:
             raise TransferTimeout(f"the ranks of {self._member}'s engine did not agree on a step in {timeout_s:.1f} s")
-        return self._pending is not None and self._boundary is not None and self._step >= self._boundary
+        return self._state.may_commit() is Turn.NOW
 
     def _commit(self, version: int, timeout_s: float) -> bool:
         with self._changed:
             self._raise_error()
-            in_place = self._control.settings.mode is ReceiverMode.IN_PLACE
-            if in_place and self._pending != version and version > (-1 if self._version is None else self._version):
+            in_place = self._is_in_place
+            is_new = self._state.served is None or version > self._state.served
+            if in_place and is_new and self._state.pending != version:
                 return False  # called off between poll and commit
-            if self._pending != version:
+            if self._state.pending != version:
                 raise ProtocolError(f"version {version} is not waiting to be committed on {self._member}")
             self._pause_began = time.monotonic()
             self._work.synchronize()  # what the engine queued still reads the old weights
@@ -307,32 +280,28 @@ class Receiver:
             try:
                 self._make_visible(version)
             except Exception as error:
-                self._clear_pending()
+                self._call_off()
                 self._control.post(Failed(version=version, reason=f"{type(error).__name__}: {error}"))
                 raise
             self._serve(version)
         return True
 
     def _make_visible(self, version: int) -> None:
-        """Modes `shadow` and `patch`, with the lock held. What stops half-way leaves torn weights."""
-        assert self._landing is not None
-        patches = None if self._landing.steps else self._intake.checked(version)
+        """With the lock held. What stops half-way leaves torn weights."""
         try:
-            for step in self._landing.steps:
-                self._work.copy_planes(step)
-            if patches is not None:
-                patches.apply()
+            self._mode.make_visible(version, whole=self._state.is_whole)
         except BaseException:
-            self._poison = f"version {version} was not made visible to its end"
+            self._state.poison = f"version {version} was not made visible to its end"
             raise
 
     def _serve(self, version: int) -> None:
         """With the lock held: the version is visible now."""
-        self._version, self._poison = version, None
+        self._state.serve(version)
+        self._has_served(version)
+
+    def _has_served(self, version: int) -> None:
         self.last_pause_s = time.monotonic() - self._pause_began
-        if self._boundary is not None:  # a rank that waited goes on where the others are
-            self._step = max(self._step, self._boundary)
-        self._clear_pending()
+        self._control.listen_closely(for_now=False)
         self._control.post(Committed(version=version))
 
     def _receive_in_place(self, version: int, timeout_s: float) -> bool:
@@ -343,31 +312,32 @@ class Receiver:
     def _pause(self, version: int) -> None:
         """With the lock held: the engine stands still, writers may come."""
         self._exposure.offer(self._writers)
-        self._paused, self._decision, self._pause_began = True, None, time.monotonic()
+        self._state.pause()
+        self._pause_began = time.monotonic()
         self._control.listen_closely(for_now=True)
         self._control.post(Paused(version=version))
 
     def _see_end(self, version: int, timeout_s: float) -> bool:
         """With the lock held: wait until the version is whole and decided; False if nothing was written."""
-        settled = self._changed.wait_for(lambda: self._decision is not None or self._error is not None, timeout_s)
-        decision, self._decision = self._decision, None
-        if decision is not None and decision.commit:
+        settled = self._changed.wait_for(lambda: self._state.ending is not None or self._error is not None, timeout_s)
+        ending = self._state.see_ending()
+        if ending is not None and ending.commit:
             return True  # the next version may be pending already
-        if decision is not None and not decision.torn:
+        if ending is not None and not ending.torn:
             return False
-        if decision is None:
-            self._clear_pending()
+        if ending is None:
+            self._call_off()
         late = f"version {version} was not decided in {timeout_s:.1f} s"
         if not settled:
             self._control.post(Failed(version=version, reason=f"{self._member} gave up: {late}"))
-        self._poison = decision.reason if decision is not None else str(self._error or late)
+        self._state.poison = ending.reason if ending is not None else str(self._error or late)
         raise IntegrityError(
-            f"version {version} failed on {self._member} after writing had begun: {self._poison}",
+            f"version {version} failed on {self._member} after writing had begun: {self._state.poison}",
             hint="the weights are torn; serve again after the next commit",
         )
 
-    def _clear_pending(self) -> None:
-        self._pending, self._fence, self._boundary, self._paused = None, None, None, False
+    def _call_off(self) -> None:
+        self._state.call_off()
         self._control.listen_closely(for_now=False)
 
     def _raise_error(self) -> None:
@@ -390,7 +360,7 @@ class Receiver:
     def _join_message(self) -> Join:
         """How to join, with what is known of versions."""
         with self._changed:
-            staged = self._control.settings.mode is not ReceiverMode.IN_PLACE
+            staged = not self._is_in_place
             return Join(
                 side="engine",
                 rank=self._rank,
@@ -399,19 +369,20 @@ class Receiver:
                 process=ProcessIdentity.of(os.getpid()),
                 age_s=self._control.age_s,
                 incarnation=self._control.incarnation,
-                last=self._version,
-                seen=self._expected,
-                pending=self._pending if staged else None,
-                ready=self._ready if staged else None,
-                holds=self._holds,
+                last=self._state.served,
+                seen=self._state.expected,
+                pending=self._state.pending if staged else None,
+                ready=self._state.ready if staged else None,
+                holds=self._state.holds,
                 offered=self._exposure.newest,
             )
 
     def _joined(self) -> None:
         """A controller that was restarted does not know where this rank stands."""
         with self._changed:
-            if self._pending is not None and self._fence is not None and self._boundary is None:
-                self._control.post(At(version=self._pending, step=self._fence - STEPS_AHEAD))
+            step = self._state.step_to_repeat
+            if self._state.pending is not None and step is not None:
+                self._control.post(At(version=self._state.pending, step=step))
 
     def _handle(self, message: Any) -> None:
         """A message from the controller."""
@@ -423,17 +394,15 @@ class Receiver:
                 self._cut(set(incarnations))
             case ReceivePlan(sources=sources):
                 self._follow_plan(sources)
-            case Expect(version=version):
-                self._expect(version)
+            case Expect(version=version, whole=whole):
+                self._expect(version, whole=whole)
             case Verify(version=version, parts=parts):
-                if self._has_patches and self._expected == version:
-                    self._follow_patches(version, parts)
-                if self._arrivals is not None and self._arrivals.version == version:
-                    self._sent = (parts, time.monotonic() + self._control.settings.version_s)
+                failed = self._following.sent(version, parts)
+                if failed is not None:
+                    self._control.post(failed)
             case Boundary(version=version, step=step):
                 with self._changed:
-                    if self._pending == version:
-                        self._boundary = step
+                    if self._state.meet_at(version, step):
                         self._changed.notify_all()
             case Decide():
                 self._decide(message)
@@ -441,23 +410,22 @@ class Receiver:
     def _follow_plan(self, sources: Sequence[Source]) -> None:
         """Compile this rank's part of the plan."""
         memory = self._memory
-        self._landing = Landing(
-            sources, memory.weights, landing=memory.landing, window=memory.window, patches=memory.patches
-        )
+        landing = Landing(sources, memory.weights, landing=memory.landing, window=memory.window, patches=memory.patches)
         for source in sources:
             try:
                 if source.endpoint is not None:
                     self._transports[source.transport].connect(source.endpoint, [])
             except TransportError as error:  # no reason to leave: the next plan may be without that trainer
-                self._landing.unreachable = f"trainer {source.trainer} cannot be given credits: {error}"
-        self._intake.plan(self._landing.patched)
+                landing.unreachable = f"trainer {source.trainer} cannot be given credits: {error}"
+        self._following.plan(landing)
+        self._mode.plan(landing.steps)
 
     def _open_if_possible(self) -> None:
         """Open when no writer that was lost can reach the memory that will be used; otherwise look again later."""
         message = self._opening
         if message is None:
             return
-        if self._pending is not None and self._control.settings.mode is not ReceiverMode.IN_PLACE:
+        if self._state.pending is not None and not self._is_in_place:
             return  # what was decided lies as the old plan wants it: it is committed first
         unsettled = self._exposure.unsettled(message.writers, message.settled)
         if (unsettled or message.abandoned) and not self._keep_out(unsettled):
@@ -477,13 +445,13 @@ class Receiver:
             self._block(f"{named(beyond)} was lost and could still write into the live weights")
             return False
         with self._changed:
-            if self._pending is not None:
+            if self._state.pending is not None:
                 return False  # what was decided is in that memory: it is committed first
-            self._intake.end_old(self._control.settings.silence_s)
-            self._arrivals, self._sent, self._ready, self._landing = None, None, None, None
+            self._following.end_old()
+            self._forget_coming()
             self._memory.close_transports(beyond)
             if self._memory.give_up(beyond):
-                self._intake.forget_staged()
+                self._mode.forget()
         self._exposure.forget_all()
         return True
 
@@ -495,8 +463,8 @@ class Receiver:
         if self._blocked != (message.round, blocked):
             self._blocked = message.round, blocked
             self._control.post(Blocked(round=message.round, reason=blocked))
-        if self._poison is not None:
-            self._poison = reason
+        if self._state.poison is not None:
+            self._state.poison = reason
 
     def _cut(self, incarnations: set[int]) -> None:
         """Some trainers have lost their right to write: close everything now, and open anew in the next round."""
@@ -505,23 +473,27 @@ class Receiver:
             return
         self._exposure.offer(revoked)
         self._exposure.revoke(incarnations)
-        self._arrivals, self._sent = None, None
+        self._following.stop()
         self._memory.close_transports(self._exposure.beyond_reach(revoked, moved=False))
+
+    def _forget_coming(self) -> None:
+        """What is staged, or on its way, is overwritten from now on."""
+        self._following.stop()
+        self._following.landing, self._state.ready = None, None
 
     def _open(self, message: Open) -> None:
         """Open transports and make the memory that will be written ready."""
         settings = self._control.settings
         self._transports.open(message.transports, settings)
         self._transports.forget_arrivals()
-        if self._has_patches:
-            self._memory.make_room_for_patches(message.patch_bytes)
         self._writers = message.writers
-        self._ready, self._landing = None, None  # what is staged is overwritten from now on
-        if settings.mode is ReceiverMode.SHADOW:
-            self._memory.stage(message.landing_bytes)
-            self._offer(message.round)
-        elif self._has_patches:  # nobody else writes into the live weights
-            self._memory.land_in_live()
+        self._forget_coming()
+        self._following.settings = settings
+        if not isinstance(self._mode, MODES[settings.mode]):
+            self._mode = MODES[settings.mode](self._work)
+        if settings.delta is DeltaPolicy.ON:
+            self._memory.make_room_for_patches(message.patch_bytes)
+        if self._mode.reserve(self._memory, message):
             self._offer(message.round)
         else:
             with self._changed:
@@ -541,96 +513,68 @@ class Receiver:
         self._memory.land_in_live(window_bytes=message.landing_bytes, rehome=rehome)
         self._control.post(self._memory.offer(message.round))
 
-    def _expect(self, version: int) -> None:
+    def _expect(self, version: int, *, whole: bool) -> None:
         """A version is coming: follow it, and in place ask the engine to pause."""
-        self._expected, self._is_under_way = version, True
-        self._intake.end_old(self._control.settings.silence_s)
-        if not self._has_patches and self._landing is not None:
-            self._arrivals = self._follow(version, self._landing.arriving)
-        else:
-            self._arrivals = None
-        self._sent, self._ready = None, None
-        if self._landing is not None and self._landing.unreachable:
-            self._control.post(Failed(version=version, reason=self._landing.unreachable))
-        elif self._control.settings.mode is ReceiverMode.IN_PLACE:
+        is_paused = self._state.expect(version, whole=whole)
+        as_patches = self._control.settings.delta is DeltaPolicy.ON and not whole
+        self._following.begin(version, as_patches=as_patches, whole=whole)
+        if not as_patches:
+            self._mode.forget()
+        landing = self._following.landing
+        if landing is not None and landing.unreachable:
+            self._control.post(Failed(version=version, reason=landing.unreachable))
+        elif self._is_in_place and not is_paused:
             self._hand_out(version)
 
-    def _follow(self, version: int, links: Sequence[ArrivingLink]) -> Arrivals:
-        return Arrivals(version, links, self._transports, self._work, self._control.settings.digest)
-
     @property
-    def _has_patches(self) -> bool:
-        return self._control.settings.delta is DeltaPolicy.ON
-
-    @property
-    def _holds(self) -> int | None:
-        """The version the weights are; None where they are torn, or not known."""
-        return None if self._poison is not None else self._version
-
-    def _follow_patches(self, version: int, parts: list[Part]) -> None:
-        try:
-            self._arrivals = self._follow(version, self._intake.arriving(parts))
-        except WeftError as error:
-            self._control.post(Failed(version=version, reason=str(error)))
-
-    @property
-    def _target(self) -> PatchTarget:
-        settings = self._control.settings
-        compressed = settings.compression is CompressionPolicy.ZSTD
-        steps = self._landing.steps if self._landing is not None else ()
-        return PatchTarget(mode=settings.mode, base=self._holds, steps=steps, compressed=compressed)
+    def _is_in_place(self) -> bool:
+        """Whether the expected version changes the live weights before it is decided."""
+        return self._mode.is_in_place(whole=self._state.is_whole)
 
     def _hand_out(self, version: int) -> None:
         """Let `poll` return a version, at a step all ranks of the engine agree on."""
         with self._changed:
-            self._pending, self._refusal = version, None
-            if self._counts_steps and self._control.ranks_per_engine > 1:
-                self._fence, self._boundary = self._step + STEPS_AHEAD, None
-                self._control.post(At(version=version, step=self._step))
+            self._refusal = None
+            step = self._state.hand_out(version, agrees=self._counts_steps and self._control.ranks_per_engine > 1)
+            if step is not None:
+                self._control.post(At(version=version, step=step))
             self._on_wanted(version)  # before anybody who waits can commit it
             if self._is_idle:
                 self._pause(version)
             else:
                 self._changed.notify_all()
 
-    def _count_arrivals(self) -> bool:
-        """Without a digest: take in what was counted as arrived; returns whether the version is whole."""
-        arrivals = self._arrivals
-        if arrivals is None or self._control.settings.digest is DigestPolicy.ON:
-            return False
-        while arrivals.follow():
-            pass
-        return arrivals.is_whole
-
     def _decide(self, decision: Decide) -> None:
-        self._is_under_way = False
+        self._state.is_under_way = False
         if decision.commit:
-            self._count_arrivals()  # so that transports need not keep what nobody asked for
-        self._arrivals, self._sent, self._ready = None, None, None
-        if self._control.settings.mode is not ReceiverMode.IN_PLACE:
+            self._following.count()  # so that transports need not keep what nobody asked for
+        self._following.stop()
+        self._state.ready = None
+        if not self._is_in_place:
             if decision.commit:
                 self._hand_out(decision.version)
             else:
-                self._intake.drop(decision.version)
+                self._mode.forget()
             return
         with self._changed:
-            if self._pending == decision.version:
-                self._end_in_place(decision)
+            if self._state.pending == decision.version:
+                ending = Ending(
+                    version=decision.version, commit=decision.commit, torn=decision.torn, reason=decision.reason
+                )
+                self._end_in_place(ending)
             elif decision.commit:
                 self._control.post(Failed(version=decision.version, reason="it was given up before it was decided"))
 
-    def _end_in_place(self, decision: Decide) -> None:
-        """With the lock held: whoever waits in `commit` goes on; an engine that has not paused need not.
-
-        The version is over here and now: the next one may come before the engine's thread has woken up.
-        """
-        if self._paused:
-            self._decision, self._is_idle = decision, False
-        if self._paused and decision.commit:
-            self._exposure.forget_all()  # all have written; none may again before the next pause
-            self._serve(decision.version)
+    def _end_in_place(self, ending: Ending) -> None:
+        """With the lock held: whoever waits in `commit` goes on; an engine that has not paused need not."""
+        if self._state.is_paused:
+            self._is_idle = False
+        if self._state.end_in_place(ending):
+            if self._memory.is_live:
+                self._exposure.forget_all()  # all have written; none may again before the next pause
+            self._has_served(ending.version)
         else:
-            self._clear_pending()
+            self._control.listen_closely(for_now=False)
         self._changed.notify_all()
 
     def _idle(self) -> float | None:
@@ -645,53 +589,23 @@ class Receiver:
         return LOOK_S if again_s is None else min(again_s, LOOK_S)
 
     def _follow_version(self) -> float | None:
-        """Take in what has landed; verify when all of it is here."""
-        arrivals = self._arrivals
-        if arrivals is None:
-            return None
-        try:
-            if self._sent is None:
-                return self._follow_early(arrivals)
-            moved = arrivals.follow()
-            parts, deadline = self._sent
-            if moved and not arrivals.is_whole:
-                return 0.0
-            if arrivals.is_whole:
-                arrivals.check(parts)
-                if self._has_patches and not self._intake.took(arrivals.version, parts, self._target):
-                    return FOLLOW_S
-                self._ready = arrivals.version
-                self._control.post(Ready(version=arrivals.version))
-            elif time.monotonic() > deadline:
-                what = f"{arrivals.num_bytes} of {arrivals.total_bytes} bytes arrived"
-                raise TransferTimeout(f"{what} in {self._control.settings.version_s:.1f} s")
-            else:
-                return ARRIVING_S
-        except WeftError as error:
-            self._control.post(Failed(version=arrivals.version, reason=str(error)))
-        self._arrivals, self._sent = None, None
-        return None
-
-    def _follow_early(self, arrivals: Arrivals) -> float | None:
-        """Digest what has landed while the rest is on its way, if nobody needs the processor more."""
-        if arrivals.has_windows:
-            return 0.0 if arrivals.follow() else ARRIVING_S
-        if self._control.settings.digest is DigestPolicy.OFF:
-            return None  # nothing to digest: look when everything has been sent
-        if self._device == CPU and not spare_core():
-            return BUSY_S
-        if arrivals.follow():
-            return 0.0
-        return None if arrivals.is_whole else FOLLOW_S
+        """Take in what has landed, and report."""
+        again_s, report = self._following.look(self._mode, self._state.holds)
+        if report is not None:
+            if isinstance(report, Ready):
+                self._state.ready = report.version
+            self._control.post(report)
+        return again_s
 
     def _controller_lost(self, error: WeftError) -> None:
         """What was on its way is not finished; what was decided stays. An update in place may be torn."""
-        if self._arrivals is not None and self._count_arrivals():
-            self._ready = self._arrivals.version  # perhaps others were told to commit it
-        self._arrivals, self._sent = None, None
+        version = self._following.count()
+        if version is not None:
+            self._state.ready = version  # perhaps others were told to commit it
+        self._following.stop()
         with self._changed:
-            if self._pending is not None and self._control.settings.mode is ReceiverMode.IN_PLACE:
-                self._end_in_place(Decide(version=self._pending, commit=False, torn=True, reason=str(error)))
+            if self._state.pending is not None and self._is_in_place:
+                self._end_in_place(Ending(version=self._state.pending, commit=False, torn=True, reason=str(error)))
 
     def _refused(self, error: WeftError) -> None:
         """Trainers and engines did not fit; the receiver joins again, and waits for other trainers."""
@@ -710,10 +624,9 @@ class Receiver:
     def close(self) -> None:
         """Leave."""
         self._control.close()
-        self._intake.close()
-        self._arrivals, self._landing = None, None
+        self._following.close()
         with self._changed:
-            writers = self._exposure.alive() if self._is_under_way else ()
+            writers = self._exposure.alive() if self._state.is_under_way else ()
             self._memory.close(self._exposure.beyond_reach(writers, moved=False))
 
     def __enter__(self) -> Self:

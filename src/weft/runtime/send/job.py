@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from weft.codec.memory import Floats
 from weft.errors import WeftError
-from weft.runtime.control.messages import Go
+from weft.runtime.control.messages import Go, tag_of
 from weft.runtime.send.outgoing import Outgoing
 from weft.runtime.send.pipeline import Flow
 from weft.transport.base import Batch, Ticket
@@ -28,10 +28,10 @@ class Link:
     obstacle: str = ""
     direct: list[Parcel] = field(default_factory=list)
     """What goes straight from the weights: all at once, or some with every chunk, so that neither waits."""
-    chunks: dict[int, Parcel] = field(default_factory=dict)
-    """What each chunk writes, by its number; empty for patches, which differ."""
-    slots: dict[int, int] = field(default_factory=dict)
-    """Where the patch of each chunk goes."""
+    chunks: list[dict[int, Parcel]] = field(default_factory=list)
+    """What each chunk writes when it is sent whole, by its number: for each of the images that take turns."""
+    patches: int = 0
+    """Where patches go, one behind the other."""
     needs: list[int] = field(default_factory=list)
     """With a window: bytes the engine rank must have drained before each chunk may be written."""
 
@@ -43,7 +43,7 @@ class Link:
     @property
     def has_chunks(self) -> bool:
         """Whether anything changes on the way."""
-        return bool(self.chunks or self.slots)
+        return any(self.chunks)
 
 
 @dataclass(slots=True)
@@ -55,6 +55,8 @@ class Sent:
     sizes: dict[int, int] = field(default_factory=dict)
     """Bytes of the patch of each chunk, by its number."""
     loss: str = ""
+    needs_whole: bool = False
+    """Whether patches are not enough, or not possible."""
 
     @property
     def sizes_in_order(self) -> list[int]:
@@ -85,6 +87,11 @@ class Job:
         self._lock = threading.Lock()
         self.num_writes = 0
         """One-sided writes that were started, over transports that take descriptors."""
+
+    @property
+    def tag(self) -> int:
+        """What its bytes are counted under."""
+        return tag_of(self.go.version, whole=self.go.whole)
 
     def posted(self, tickets: list[Ticket], num_writes: int) -> None:
         """Writes were started, on any thread."""

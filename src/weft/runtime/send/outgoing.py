@@ -7,12 +7,13 @@ version is committed, and is written over when it is not.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import numpy as np
 from numpy.typing import NDArray
 
 from weft.codec.conversion import Converter
+from weft.codec.image import ALIGN
 from weft.codec.memory import memory_view
 from weft.codec.patching import Patcher
 from weft.config import CompressionPolicy, DeltaPolicy, StagingPolicy, TransferSettings
@@ -43,10 +44,9 @@ class Outgoing:
         sizes = [layout.num_bytes for layout in self.layouts]
         self._begins = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64).tolist()
         self.images = [allocate(self._begins[-1]) for _ in range(self._num_images)]
-        patches = [layout.max_patch_bytes for layout in self.layouts]
-        self.patch_begins = np.concatenate([[0], np.cumsum(patches)]).astype(np.int64).tolist()
-        """Where the patch of each Chunk goes in the memory of the engine."""
-        self._now = 0
+        self.now = 0
+        """The image that is filled."""
+        self._patch_bytes, self._patch_room = 0, 0
         self._held: int | None = None
         self._filled: int | None = None
         self._base: int | None = None
@@ -63,30 +63,46 @@ class Outgoing:
         """Whether Chunks have memory of their own, so that the weights are free as soon as these are filled."""
         return bool(self.images)
 
-    def address(self, chunk: int) -> int:
-        """Where a Chunk that is kept lies."""
-        return self.images[self._now].address + self._begins[chunk]
+    def address(self, chunk: int, image: int) -> int:
+        """Where a Chunk that is kept lies in an image."""
+        return self.images[image].address + self._begins[chunk]
 
     def fill(self, chunk: int, address: int) -> int:
         """Make a Chunk of the weights; returns its bytes."""
         self._converter.fill(self._fills[chunk], address)
         return self.layouts[chunk].num_bytes
 
-    def begin(self, version: int, engines_hold: set[int | None]) -> None:
-        """A new version. Its patches are made from what the engines hold, if they hold one version that is known here;
-        anchors where they do not, or where one is due."""
-        self._filled = version
+    def begin(self, version: int, engines_hold: Mapping[int, int | None], *, patch_room: int) -> set[int]:
+        """A new version; returns the engine ranks that get patches: those that hold the version that is kept here.
+
+        All others need it whole, and so does everybody where an anchor is due.
+        """
+        self._filled, self._patch_bytes, self._patch_room = version, 0, patch_room
         self._since_anchor += 1
-        known = engines_hold == {self._held} and self._held is not None
-        if known and self._since_anchor < self._settings.anchor_every:
-            self._base = self._held
-        else:
-            self._base, self._since_anchor = None, 0
+        patched = {engine for engine, held in engines_hold.items() if held is not None and held == self._held}
+        if self._since_anchor >= self._settings.anchor_every:
+            patched = set()
+        self._base = self._held if patched else None
+        return patched
+
+    @property
+    def is_patched(self) -> bool:
+        """Whether patches are made, and fitted so far."""
+        return self._base is not None
+
+    def reserve(self, num_bytes: int) -> int | None:
+        """Where a patch goes in the memory for patches; None, and no more are made, where it does not fit."""
+        at = self._patch_bytes
+        if at + num_bytes > self._patch_room:
+            self._base = None
+            return None
+        self._patch_bytes += -(-num_bytes // ALIGN) * ALIGN
+        return at
 
     def encode(self, chunk: int, out: int) -> int:
         """The patch of a Chunk; returns its bytes."""
-        layout, now = self.layouts[chunk], self.address(chunk)
-        old = None if self._base is None else self.images[1 - self._now].address + self._begins[chunk]
+        layout, now = self.layouts[chunk], self.address(chunk, self.now)
+        old = self.address(chunk, 1 - self.now)
         assert self._filled is not None
         num_bytes = self._patcher.encode(
             layout, now, old, out, layout.max_patch_bytes, base=self._base or 0, version=self._filled
@@ -100,5 +116,7 @@ class Outgoing:
     def committed(self, version: int) -> None:
         """The engines hold what was filled last."""
         if self._filled == version:
+            if self._base is None:
+                self._since_anchor = 0
             self._held, self._filled = version, None
-            self._now = (1 - self._now) if len(self.images) > 1 else 0
+            self.now = (1 - self.now) if len(self.images) > 1 else 0

@@ -22,7 +22,7 @@ def post_all(sending: Sending, job: Job, parcels: list[tuple[Link, Parcel]], sen
     parcels = [(link, parcel) for link, parcel in parcels if not sent[link.engine].loss]
     for name in sorted({link.transport for link, _ in parcels}):
         mine = [(link.engine, parcel) for link, parcel in parcels if link.transport == name]
-        tickets = _post(sending.transports[name], [parcel for _, parcel in mine], job.go.version + 1)
+        tickets = _post(sending.transports[name], [parcel for _, parcel in mine], job.tag)
         job.posted(tickets, sum(parcel.num_writes for _, parcel in mine if isinstance(parcel, Batch)))
         posted += [(engine, ticket) for (engine, _), ticket in zip(mine, tickets, strict=True)]
     return posted

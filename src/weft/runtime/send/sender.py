@@ -23,6 +23,7 @@ from typing import Any, Self
 
 import numpy as np
 
+from weft.config import DeltaPolicy
 from weft.devices import device_work
 from weft.errors import ProtocolError, TransferTimeout, VersionError, WeftError
 from weft.events import Event
@@ -47,7 +48,7 @@ from weft.runtime.send.job import Job, Parcel, Sent
 from weft.runtime.send.mirror import Mirror
 from weft.runtime.send.pipeline import run
 from weft.runtime.send.sending import Sending
-from weft.runtime.send.stages import RunStages, send_version
+from weft.runtime.send.stages import RunStages, send_version, send_whole
 from weft.runtime.transports import OpenTransports
 from weft.runtime.weights import Weights
 from weft.transport.base import Transport
@@ -70,9 +71,11 @@ class Publication:
         self._error: WeftError | None = None
         self._go: Go | None = None
         self._may_write = threading.Event()
+        """Set when it may be written, or need not be any more."""
         self.write_s: float | None = None
         """How long the writes themselves took, once they are done."""
-        self._job: Job | None = None
+        self._jobs: list[Job] = []
+        self._is_closing = False
         self._lock = threading.Lock()
 
     def _accept(self, go: Go) -> bool:
@@ -81,16 +84,35 @@ class Publication:
             if self._decided.is_set():
                 return False
             self._go = go
-        self._may_write.set()
+            self._may_write.set()
         return True
+
+    def _next_round(self, timeout_s: float) -> Go | None:
+        """Wait until it has to be written once more, whole; None if it is decided instead."""
+        if not self._may_write.wait(timeout_s):
+            raise TransferTimeout(f"version {self.version} was not decided {timeout_s:.1f} s after it was written")
+        with self._lock:
+            return None if self._decided.is_set() or self._is_closing else self._go
+
+    def _end_round(self) -> None:
+        """It was written, as far as it was told."""
+        with self._lock:
+            if not self._decided.is_set() and not self._is_closing:
+                self._may_write.clear()
+
+    def _close(self) -> None:
+        """The round that is being written is the last."""
+        with self._lock:
+            self._is_closing = True
+            self._may_write.set()
 
     def _settle(self, error: WeftError | None) -> None:
         """It is committed, or failed with an error. Wakes all waiters."""
         with self._lock:
             self._error = self._error or error
             self._decided.set()
-        if error is not None and self._job is not None:
-            self._job.stop(error)
+        if error is not None and self._jobs:
+            self._jobs[-1].stop(error)
         self._may_write.set()
         if self._go is None:  # and never will be
             self._released.set()
@@ -98,24 +120,24 @@ class Publication:
 
     def _begin(self, job: Job) -> None:
         """It is being written now; whoever gives it up stops the job."""
-        self._job = job
+        self._jobs.append(job)
         if self._error is not None:
             job.stop(self._error)
 
     @property
     def events(self) -> tuple[Event, ...]:
         """What the stages of writing did when: amax, convert, delta, write. Empty where nothing changes on the way."""
-        return () if self._job is None else tuple(self._job.flow.recorder.events)
+        return tuple(event for job in self._jobs for event in job.flow.recorder.events)
 
     @property
     def num_writes(self) -> int:
         """One-sided writes over transports that take descriptors, as planned; 0 where the sender writes by itself."""
-        return 0 if self._job is None else self._job.num_writes
+        return sum(job.num_writes for job in self._jobs)
 
     @property
     def peak_staging_bytes(self) -> int:
         """Most bytes that were converted, or compared, and not yet written."""
-        return 0 if self._job is None else self._job.peak_staging_bytes
+        return max((job.peak_staging_bytes for job in self._jobs), default=0)
 
     def wait_released(self, timeout_s: float = 60.0) -> None:
         """Wait until the source memory may change again; raises what went wrong."""
@@ -236,7 +258,7 @@ class Sender:
         return [
             (self._transports[link.transport], parcel)
             for link in links
-            for parcel in (*link.direct, *link.chunks.values())
+            for parcel in (*link.direct, *(parcel for image in link.chunks[:1] for parcel in image.values()))
         ]
 
     def _send(self, publication: Publication) -> None:
@@ -251,7 +273,7 @@ class Sender:
                 )
             if publication._go is not None:
                 publication._check()
-                self._write(publication, publication._go)
+                self._write_rounds(publication, publication._go)
         except WeftError as error:
             self._give_up(publication, error)
         except Exception as error:  # a defect of ours: nobody looks at this thread's result, so it is reported here
@@ -265,14 +287,13 @@ class Sender:
         version = publication.version
         self._control.post(Failed(version=version, reason=str(error)))
         publication._settle(error)
-        job = publication._job
-        if job is not None and not self._drain(job):
+        if not all(self._drain(job) for job in publication._jobs):
             self._failed(TransferTimeout(f"{self._member} cannot stop writing version {version}"))
             self._control.close()  # the controller must treat this writer as lost
             return
         abandoned = self._reconnect()
         if publication._go is not None:
-            has_written = job is not None and bool(job.tickets)
+            has_written = any(job.tickets for job in publication._jobs)
             self._control.post(
                 Stopped(version=version, reason=str(error), has_written=has_written, abandoned=sorted(abandoned))
             )
@@ -297,15 +318,29 @@ class Sender:
         self._plan = plan
         self._sending = Sending(plan, self._transports, self._control.settings, self._weights, mirror=self._mirror)
 
+    def _write_rounds(self, publication: Publication, go: Go) -> None:
+        """Write everything. With patches a second round may follow, before anything is decided."""
+        publication._end_round()
+        self._write(publication, go)
+        if self._control.settings.delta is DeltaPolicy.OFF:
+            return
+        settings = self._control.settings
+        again = publication._next_round(2 * settings.version_s + 2 * settings.silence_s)
+        if again is not None:
+            self._write(publication, again)
+
     def _write(self, publication: Publication, go: Go) -> None:
-        """Write everything, and report it."""
+        """Write one round, and report it."""
         began = time.monotonic()
         deadline = began + self._control.settings.version_s
         job = Job(go, deadline, member=self._member, on_released=publication._released.set)
         publication._begin(job)
         self._work.synchronize()  # what the trainer queued before it published must be in memory
         assert self._sending is not None
-        sent = send_version(self._sending, job, self._control.post, self._run_stages)
+        if go.whole:
+            sent = send_whole(self._sending, job, self._run_stages)
+        else:
+            sent = send_version(self._sending, job, self._control.post, self._run_stages)
         if self._transports.has_cut or not all(ticket.done for ticket in job.tickets):
             late = "; ".join(s.loss for s in sent.values() if s.loss)
             raise TransferTimeout(f"{self._member} could not write all of version {go.version} in time: {late}")
@@ -324,10 +359,11 @@ class Sender:
                 sizes=s.sizes_in_order,
             )
             for engine, s in sent.items()
-            if not s.loss
+            if not s.loss and not s.needs_whole
         ]
         losses = [Loss(engine=engine, reason=s.loss) for engine, s in sent.items() if s.loss]
-        return Written(version=version, parts=parts, losses=losses)
+        whole = [engine for engine, s in sent.items() if s.needs_whole and not s.loss]
+        return Written(version=version, parts=parts, losses=losses, whole=whole)
 
     @staticmethod
     def _drain(job: Job) -> bool:
@@ -376,8 +412,8 @@ class Sender:
                 self._follow(message)
             case Agreed(version=version, group=group, values=values):
                 publication = self._publications.get(version)
-                if publication is not None and publication._job is not None:
-                    publication._job.agree(group, np.frombuffer(values, dtype="<f4"))
+                if publication is not None and publication._jobs:
+                    publication._jobs[0].agree(group, np.frombuffer(values, dtype="<f4"))
             case Go(version=version):
                 self._go(version, message)
             case Decide(version=version, commit=commit, reason=reason):
@@ -424,6 +460,7 @@ class Sender:
         for publication in list(self._publications.values()):
             if publication._go is None:
                 publication._settle(ProtocolError(f"{self._member} was closed"))
+            publication._close()
         self._writer.shutdown(wait=True)
         self._control.close()
         self._forget_plan()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import cached_property, partial
 from typing import Any
 
@@ -138,8 +138,7 @@ class Sending:
     def _prepare_chunks(self) -> None:
         """Register the memory Chunks are sent from, and make what they write."""
         images = [image for outgoing in self._outgoing for image in outgoing.images]
-        is_delta = self.settings.delta is DeltaPolicy.ON
-        sources = ([] if is_delta else images) + ([self.memory] if self.memory is not None else [])
+        sources = images + ([self.memory] if self.memory is not None else [])
         for name in {link.transport for chunk in self.chunks for link in chunk.links if not link.obstacle}:
             for memory in sources:
                 self._register(name, memory)
@@ -149,11 +148,12 @@ class Sending:
                 if link.obstacle:
                     continue
                 program = programs[link.engine]
-                if is_delta:
-                    link.slots[chunk.number] = program.target.patches + chunk.outgoing.patch_begins[chunk.number]
-                    continue
+                link.patches = program.target.patches
                 try:
-                    link.chunks[chunk.number] = self._packed(link, program, chunk.number, self.place(number))
+                    for image, place in enumerate(self._places(number)):
+                        while len(link.chunks) <= image:
+                            link.chunks.append({})
+                        link.chunks[image][chunk.number] = self._packed(link, program, chunk.number, place)
                 except TransportError as error:
                     link.obstacle = str(error)
 
@@ -176,23 +176,30 @@ class Sending:
 
     def place(self, number: int) -> int:
         """Where a Chunk is filled."""
+        return self._places(number)[self.chunks[number].outgoing.now]
+
+    def _places(self, number: int) -> list[int]:
+        """Where a Chunk is filled, version after version in turn."""
         chunk = self.chunks[number]
         if chunk.outgoing.is_kept:
-            return chunk.outgoing.address(chunk.number)
-        return self.staged(number)
+            return [chunk.outgoing.address(chunk.number, image) for image in range(len(chunk.outgoing.images))]
+        return [self.staged(number)]
 
     def staged(self, number: int) -> int:
         """Where a Chunk has its place in the ring."""
         assert self.memory is not None
         return self.memory.address + self.room.at[number]
 
-    def patch_batch(self, link: Link, number: int, src: int, num_bytes: int) -> Batch:
-        """What the patch of a link's Chunk writes."""
-        slot = link.slots[number]
-        position = np.array([slot - link.slots[0]], dtype=np.uint64)
-        where, to, length = (np.array([n], dtype=np.uint64) for n in (src, slot, num_bytes))
+    def patch_batch(self, link: Link, at: int, src: int, num_bytes: int) -> Batch:
+        """What a patch writes to its place in the memory for patches."""
+        position = np.array([at], dtype=np.uint64)
+        where, to, length = (np.array([n], dtype=np.uint64) for n in (src, link.patches + at, num_bytes))
         wanted = position if self.settings.digest is DigestPolicy.ON else None
         return self.transports[link.transport].prepare(link.peer, where, to, length, wanted)
+
+    def patch_room(self, engines: Collection[int]) -> int:
+        """Room for patches that all of these engine ranks have."""
+        return min((p.target.patch_bytes for p in self._programs if p.target.engine in engines), default=0)
 
     def committed(self, version: int) -> None:
         """Engines hold a version now."""

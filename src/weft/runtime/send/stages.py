@@ -46,11 +46,25 @@ def send_version(
     posted = post_all(sending, job, whole, sent)
     numbers = [n for n, chunk in enumerate(sending.chunks) if any(link.engine in sent for link in chunk.links)]
     if numbers or sending.groups:  # others may need the magnitudes of what this trainer holds and does not send
-        _begin_version(sending, job, numbers)
+        _begin_version(sending, job, numbers, sent)
         is_read = any(link.direct for link in wanted)
         run_stages(job.flow, VersionStages(sending, job, numbers, sent, tell).all(releases=not is_read))
         job.peak_staging_bytes = sending.room.peak_bytes
     wait_all(job, posted, sent)
+    if sending.settings.delta is DeltaPolicy.ON:
+        for chunk in (sending.chunks[n] for n in numbers if not sending.chunks[n].outgoing.is_patched):
+            for link in chunk.links:
+                if link.engine in sent:
+                    sent[link.engine].needs_whole = True
+    return sent
+
+
+def send_whole(sending: Sending, job: Job, run_stages: RunStages = run) -> dict[int, Sent]:
+    """Write a version that was sent as patches, or should have been, whole: as it is kept."""
+    sent = {link.engine: Sent(loss=link.obstacle) for link in sending.links if link.engine in job.go.engines}
+    numbers = [n for n, chunk in enumerate(sending.chunks) if any(link.engine in sent for link in chunk.links)]
+    if numbers:
+        run_stages(job.flow, VersionStages(sending, job, numbers, sent, lambda _: None).writing())
     return sent
 
 
@@ -68,12 +82,14 @@ def h2d_stage(sending: Sending, at_end: Callable[[], None] = lambda: None) -> St
     return Stage("h2d", mirror.num_pieces, copy)
 
 
-def _begin_version(sending: Sending, job: Job, numbers: list[int]) -> None:
-    """Tell those who keep versions what each engine rank holds."""
+def _begin_version(sending: Sending, job: Job, numbers: list[int], sent: dict[int, Sent]) -> None:
+    """Tell those who keep versions what each engine rank holds; those that do not hold it need the version whole."""
     holds = dict(zip(job.go.engines, job.go.holds, strict=True))
-    for outgoing in {id(sending.chunks[n].outgoing): sending.chunks[n] for n in numbers}.values():
-        takers = {holds[link.engine] for link in outgoing.links if link.engine in holds}
-        outgoing.outgoing.begin(job.go.version, takers)
+    for chunk in {id(sending.chunks[n].outgoing): sending.chunks[n] for n in numbers}.values():
+        takers = {link.engine: holds[link.engine] for link in chunk.links if link.engine in sent}
+        patched = chunk.outgoing.begin(job.go.version, takers, patch_room=sending.patch_room(takers))
+        for engine in takers:
+            sent[engine].needs_whole |= engine not in patched and sending.settings.delta is DeltaPolicy.ON
     sending.room.empty()
     sending.room.skip_to(numbers[0] if numbers else 0)
 
@@ -85,10 +101,11 @@ class VersionStages:
         self, sending: Sending, job: Job, chunks: list[int], sent: dict[int, Sent], tell: Callable[[Amax], None]
     ) -> None:
         self._of, self._job, self._numbers, self._sent, self._tell = sending, job, chunks, sent, tell
-        self._is_delta = sending.settings.delta is DeltaPolicy.ON
+        self._is_delta = sending.settings.delta is DeltaPolicy.ON and not job.go.whole
         self._scaled: set[int] = set()
         self._posted: dict[int, tuple[list[tuple[int, Ticket]], float]] = {}
-        self._patch_bytes: dict[int, int] = {}
+        self._patches: dict[int, tuple[int, int]] = {}
+        """Items that are sent as patches: where each goes, and its bytes."""
         self._last_end = 0.0
         self._releases = False
         self._reading: set[str] = set()
@@ -116,6 +133,14 @@ class VersionStages:
         stages.append(Stage("post", count, self._post, self._can_post, is_recorded=False))
         stages.append(Stage("write", count, self._finish, flow.after("post"), is_recorded=False))
         return stages
+
+    def writing(self) -> list[Stage]:
+        """Those of chunks that are kept."""
+        count = len(self._numbers)
+        return [
+            Stage("post", count, self._post, is_recorded=False),
+            Stage("write", count, self._finish, self._job.flow.after("post"), is_recorded=False),
+        ]
 
     def _chunk(self, item: int) -> Chunk:
         return self._of.chunks[self._numbers[item]]
@@ -178,8 +203,13 @@ class VersionStages:
     def _encode(self, item: int) -> int:
         number, chunk = self._numbers[item], self._chunk(item)
         self._of.room.enter(number)
-        self._patch_bytes[item] = chunk.outgoing.encode(chunk.number, self._of.staged(number))
-        return self._patch_bytes[item]
+        if not chunk.outgoing.is_patched:
+            return 0
+        num_bytes = chunk.outgoing.encode(chunk.number, self._of.staged(number))
+        at = chunk.outgoing.reserve(num_bytes)
+        if at is not None:
+            self._patches[item] = at, num_bytes
+        return num_bytes
 
     def _can_post(self, item: int) -> bool:
         before = "delta" if self._is_delta else "convert"
@@ -194,32 +224,43 @@ class VersionStages:
     def _post(self, item: int) -> int:
         """Start writing a chunk to every engine rank that takes it."""
         chunk = self._chunk(item)
-        links = [link for link in chunk.links if link.engine in self._sent and not self._sent[link.engine].loss]
+        links = [link for link in chunk.links if self._is_sent(link, item)]
         batches = [(link, self._batch(link, item)) for link in links]
-        at_once = [(link, batch) for link, batch in batches if not link.has_window]
+        at_once = [(link, batch) for link, batch in batches if not self._waits(link)]
         beside = [(link, link.direct[chunk.number]) for link, _ in at_once if chunk.number < len(link.direct)]
         posted = post_all(self._of, self._job, at_once, self._sent)
         posted += post_all(self._of, self._job, beside, self._sent)
         self._posted[item] = posted, time.monotonic()
         for link, batch in batches:
-            if link.has_window:
+            if self._waits(link):
                 self._windows.post(link, chunk.number, batch)
         return 0
 
+    def _is_sent(self, link: Link, item: int) -> bool:
+        """Whether anything is written to an engine rank."""
+        sent = self._sent.get(link.engine)
+        if sent is None or sent.loss:
+            return False
+        return not self._is_delta or (item in self._patches and not sent.needs_whole)
+
+    def _waits(self, link: Link) -> bool:
+        """Whether chunks wait for room in a window; patches have their own."""
+        return link.has_window and not self._is_delta
+
     def _batch(self, link: Link, item: int) -> Parcel:
-        number = self._chunk(item).number
+        chunk = self._chunk(item)
         if not self._is_delta:
-            return link.chunks[number]
-        num_bytes = self._patch_bytes[item]
-        self._sent[link.engine].sizes[number] = num_bytes
-        return self._of.patch_batch(link, number, self._of.staged(self._numbers[item]), num_bytes)
+            return link.chunks[chunk.outgoing.now][chunk.number]
+        at, num_bytes = self._patches[item]
+        self._sent[link.engine].sizes[chunk.number] = num_bytes
+        return self._of.patch_batch(link, at, self._of.staged(self._numbers[item]), num_bytes)
 
     def _finish(self, item: int) -> int:
         """Wait until a chunk was written everywhere; its memory is free then."""
         number, chunk = self._numbers[item], self._chunk(item)
         posted, began = self._posted.pop(item)
         num_bytes = wait_all(self._job, posted, self._sent)
-        num_bytes += self._windows.wait([link for link in chunk.links if link.has_window], chunk.number)
+        num_bytes += self._windows.wait([link for link in chunk.links if self._waits(link)], chunk.number)
         end = time.monotonic()
         self._job.flow.span("write", max(began, self._last_end), end, num_bytes)
         self._last_end = end

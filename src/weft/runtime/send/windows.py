@@ -48,7 +48,7 @@ class Windows:
     def _has_room(self, link: Link, chunk: int) -> bool:
         if self._sent[link.engine].loss or not link.needs[chunk]:
             return True
-        drained = self._of.transports[link.transport].arrived(self._job.go.version + 1, writer=link.engine)
+        drained = self._of.transports[link.transport].arrived(self._job.tag, writer=link.engine)
         return drained >= link.needs[chunk]
 
     def wait(self, links: Sequence[Link], chunk: int) -> int:

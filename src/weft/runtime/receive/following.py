@@ -1,0 +1,150 @@
+"""Following the expected version on an engine rank: from its first byte to the report that it is here, or why not.
+
+consumes      bytes and patches that land; what trainers say they have sent (Verify)
+produces      Ready or Failed; drained windows, digests, patches applied where the mode wants them
+waits for     nothing: `look` is called again and again
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from weft.config import CompressionPolicy, DigestPolicy, TransferSettings
+from weft.devices import CPU, device_work
+from weft.errors import TransferTimeout, WeftError
+from weft.runtime.control.messages import Failed, Part, Ready, tag_of
+from weft.runtime.receive.arrivals import Arrivals, spare_core
+from weft.runtime.receive.landing import ArrivingLink, Landing
+from weft.runtime.receive.modes import Mode
+from weft.runtime.receive.patch_intake import PatchIntake
+from weft.runtime.transports import OpenTransports
+
+FOLLOW_S = 0.001
+"""How long to wait between looks at what has landed."""
+BUSY_S = 0.01
+"""The same when all cores are busy, perhaps with writing."""
+ARRIVING_S = 0.00005
+"""The same when everything was sent: the last bytes, or their announcement, come any moment."""
+
+
+class Look(NamedTuple):
+    """What a look at the expected version has brought."""
+
+    again_s: float | None
+    """In how many seconds to look again; None for whenever something was heard."""
+    report: Ready | Failed | None = None
+
+
+class Following:
+    """One version at a time."""
+
+    def __init__(self, member: str, device: str, transports: OpenTransports) -> None:
+        self._device, self._transports = device, transports
+        self._work = device_work(device)
+        self.settings = TransferSettings()
+        """The controller's."""
+        self.landing: Landing | None = None
+        """What comes, and where it belongs, as the plan says."""
+        self._intake = PatchIntake(member, device)
+        self._arrivals: Arrivals | None = None
+        self._parts: list[Part] | None = None
+        """What trainers have sent, once they have."""
+        self._deadline = 0.0
+        self._as_patches, self._tag = False, 0
+
+    def plan(self, landing: Landing) -> None:
+        """Follow another plan."""
+        self.landing = landing
+        self._intake.plan(landing.patched)
+
+    def begin(self, version: int, *, as_patches: bool, whole: bool) -> None:
+        """A version is expected."""
+        self.end_old()
+        self.stop()
+        self._as_patches, self._tag = as_patches, tag_of(version, whole=whole)
+        if self.landing is not None and not as_patches:
+            self._arrivals = self._arriving(version, self.landing.arriving)
+
+    def _arriving(self, version: int, links: Sequence[ArrivingLink]) -> Arrivals:
+        return Arrivals(version, links, self._transports, self._work, self.settings.digest, tag=self._tag)
+
+    def sent(self, version: int, parts: list[Part]) -> Failed | None:
+        """All trainers have written; how long patches are is known now."""
+        try:
+            if self._as_patches and self.landing is not None:
+                self._arrivals = self._arriving(version, self._intake.arriving(parts))
+        except WeftError as error:
+            return Failed(version=version, reason=str(error))
+        if self._arrivals is not None and self._arrivals.version == version:
+            self._parts, self._deadline = parts, time.monotonic() + self.settings.version_s
+        return None
+
+    def look(self, mode: Mode, base: int | None) -> Look:
+        """Take in what has landed; verify when all of it is here. `base`: the version patches are applied to."""
+        arrivals = self._arrivals
+        if arrivals is None:
+            return Look(None)
+        try:
+            again_s = self._look_early(arrivals) if self._parts is None else self._look(arrivals, mode, base)
+        except WeftError as error:
+            self.stop()
+            return Look(None, Failed(version=arrivals.version, reason=str(error)))
+        if self._parts is None or again_s is not None:
+            return Look(again_s)
+        self.stop()
+        return Look(None, Ready(version=arrivals.version))
+
+    def _look(self, arrivals: Arrivals, mode: Mode, base: int | None) -> float | None:
+        """Everything was sent: when to look again; None if it is here, and sound."""
+        assert self._parts is not None
+        moved = arrivals.follow()
+        if arrivals.is_whole:
+            arrivals.check(self._parts)
+            compressed = self.settings.compression is CompressionPolicy.ZSTD
+            is_done = not self._as_patches or self._intake.took(
+                arrivals.version, self._parts, mode, base, compressed=compressed
+            )
+            return None if is_done else FOLLOW_S
+        if moved:
+            return 0.0
+        if time.monotonic() > self._deadline:
+            what = f"{arrivals.num_bytes} of {arrivals.total_bytes} bytes arrived"
+            raise TransferTimeout(f"{what} in {self.settings.version_s:.1f} s")
+        return ARRIVING_S
+
+    def _look_early(self, arrivals: Arrivals) -> float | None:
+        """Digest what has landed while the rest is on its way, if nobody needs the processor more."""
+        if arrivals.has_windows:
+            return 0.0 if arrivals.follow() else ARRIVING_S
+        if self.settings.digest is DigestPolicy.OFF:
+            return None  # nothing to digest: look when everything has been sent
+        if self._device == CPU and not spare_core():
+            return BUSY_S
+        if arrivals.follow():
+            return 0.0
+        return None if arrivals.is_whole else FOLLOW_S
+
+    def count(self) -> int | None:
+        """Without a digest: take in what was counted as arrived; returns the version if it is whole."""
+        arrivals = self._arrivals
+        if arrivals is None or self.settings.digest is DigestPolicy.ON:
+            return None
+        while arrivals.follow():
+            pass
+        return arrivals.version if arrivals.is_whole else None
+
+    def end_old(self) -> None:
+        """Wait for work on a version that was given up."""
+        self._intake.end_old(self.settings.silence_s)
+
+    def stop(self) -> None:
+        """Nothing is followed any more."""
+        self._arrivals, self._parts = None, None
+
+    def close(self) -> None:
+        """End its thread."""
+        self._intake.close()
+        self.stop()
+        self.landing = None

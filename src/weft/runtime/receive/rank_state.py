@@ -1,0 +1,150 @@
+"""The versions one engine rank knows, as a pure state machine: the one it serves, the one that comes, and where ranks
+of one engine meet to commit it.
+
+A version is *expected* when it is on its way, *ready* when it is here, whole and verified, and *pending* when the
+engine's thread should see to it: to make it visible, or, in place, to stand still while it is written (*paused*). What
+failed half-way in place leaves the rank *poisoned* until a version was served again.
+
+    state = RankState()
+    state.expect(7, whole=False)
+    state.hand_out(7, agrees=True)            # 0: the step to tell the other ranks
+    state.meet_at(7, 2)                       # they are all behind step 2
+    state.advance(); state.may_commit()       # Turn.NOT_YET at step 1
+    state.advance(); state.may_commit()       # Turn.NOW at step 2
+    state.serve(7)
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+from weft.runtime.control.messages import STEPS_AHEAD
+
+
+class Turn(enum.Enum):
+    """Whether the engine's thread may see to the pending version at its step."""
+
+    NOW = "now"
+    NOT_YET = "not yet"
+    UNKNOWN = "unknown"
+    """The other ranks have not said where they are, and this one may not go further."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ending:
+    """How an update in place ended."""
+
+    version: int
+    commit: bool
+    torn: bool = False
+    """Whether something may have been written of a version that is not committed."""
+    reason: str = ""
+
+
+class RankState:
+    """What one engine rank knows of versions. Whoever has several threads protects it with a lock."""
+
+    def __init__(self) -> None:
+        self.served: int | None = None
+        """The version that is visible, if any was committed."""
+        self.poison: str | None = None
+        """Why the weights are neither the version that was served nor another."""
+        self.expected: int | None = None
+        """The last version that was announced."""
+        self.is_whole = False
+        """Whether it comes whole although patches are sent."""
+        self.is_under_way = False
+        """Whether it is not decided, as far as is known here."""
+        self.ready: int | None = None
+        self.pending: int | None = None
+        self.is_paused = False
+        """Whether writers were let in."""
+        self.ending: Ending | None = None
+        """How the last update in place ended, until the engine's thread has seen it."""
+        self.step = 0
+        self._fence: int | None = None
+        """The step this rank does not pass before it knows where to meet."""
+        self._boundary: int | None = None
+
+    @property
+    def holds(self) -> int | None:
+        """The version the weights are; None where they are torn, or not known."""
+        return None if self.poison is not None else self.served
+
+    def expect(self, version: int, *, whole: bool) -> bool:
+        """A version is coming; returns whether the engine stands still for it already."""
+        is_paused = self.expected == version and self.is_paused
+        self.expected, self.is_whole, self.is_under_way, self.ready = version, whole, True, None
+        return is_paused
+
+    def hand_out(self, version: int, *, agrees: bool) -> int | None:
+        """The engine's thread should see to a version; returns the step to report where ranks agree on one."""
+        self.pending = version
+        if not agrees:
+            return None
+        self._fence, self._boundary = self.step + STEPS_AHEAD, None
+        return self.step
+
+    @property
+    def step_to_repeat(self) -> int | None:
+        """The step that was reported and not answered."""
+        waits = self.pending is not None and self._fence is not None and self._boundary is None
+        return self._fence - STEPS_AHEAD if waits and self._fence is not None else None
+
+    def meet_at(self, version: int, step: int) -> bool:
+        """The ranks of the engine have agreed; whether that is of interest."""
+        if self.pending != version:
+            return False
+        self._boundary = step
+        return True
+
+    @property
+    def has_agreed(self) -> bool:
+        """Whether ranks know where to meet, or need not."""
+        return self._fence is None or self._boundary is not None
+
+    def advance(self, step: int | None = None) -> None:
+        """The engine is at its next step."""
+        self.step = self.step + 1 if step is None else step
+
+    def may_commit(self) -> Turn:
+        """Whether this is the step at which the pending version is seen to."""
+        if self.pending is None:
+            return Turn.NOT_YET
+        if self._boundary is not None:
+            return Turn.NOW if self.step >= self._boundary else Turn.NOT_YET
+        if self._fence is None:
+            return Turn.NOW
+        return Turn.NOT_YET if self.step < self._fence else Turn.UNKNOWN
+
+    def pause(self) -> None:
+        """The engine stands still; writers may come."""
+        self.is_paused, self.ending = True, None
+
+    def end_in_place(self, ending: Ending) -> bool:
+        """The pending update in place is over; whether it is served now. The next may come before anybody looks."""
+        was_paused = self.is_paused
+        if was_paused:
+            self.ending = ending
+        if was_paused and ending.commit:
+            self.serve(ending.version)
+            return True
+        self.call_off()
+        return False
+
+    def see_ending(self) -> Ending | None:
+        """How the update in place ended; once."""
+        ending, self.ending = self.ending, None
+        return ending
+
+    def serve(self, version: int) -> None:
+        """A version is visible now. A rank that waited goes on where the others are."""
+        self.served, self.poison = version, None
+        if self._boundary is not None:
+            self.step = max(self.step, self._boundary)
+        self.call_off()
+
+    def call_off(self) -> None:
+        """Nothing is pending."""
+        self.pending, self._fence, self._boundary, self.is_paused = None, None, None, False
