@@ -155,8 +155,8 @@ class StillWork:
 
 
 def _keep_still(converter: Converter) -> None:
-    """Let a converter skip what reads weights or fills Chunks; what it tells other trainers keeps its size."""
-    for name in ("find_amax", "fill"):
+    """Let a converter skip what reads weights, makes scales or fills Chunks; what it tells others keeps its size."""
+    for name in ("find_amax", "agree", "fill"):
         setattr(converter, name, _do_nothing)
 
 
