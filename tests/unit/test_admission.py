@@ -166,7 +166,7 @@ def test_what_was_opened_is_what_was_asked_for(changes):
         ({"landing_bytes": 64}, {"landing": 4096}, {}),
         ({"landing_bytes": 64}, {"landing": 4096}, {"landing": 2**63}),
         ({"patch_bytes": 64}, {"patches": 4096}, {"landing": 4096}),
-        ({"patch_bytes": 64, "landing_bytes": 64}, {"patches": 4096}, {"landing": 4096}),
+        ({"patch_bytes": 64, "landing_bytes": 64}, {"patches": 4096, "landing": 8192}, {"patches": 4096}),
     ],
 )
 def test_memory_beside_the_weights_is_opened_where_it_was_asked_for(needed, good, bad):
