@@ -12,10 +12,12 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
+from tests.support.conversions import conversions_of, grids_of  # noqa: E402
 from weft.codec import fp8, fp8_kernels  # noqa: E402
-from weft.codec.conversion import DTYPES, ChunkFill, Conversion, CpuConverter, HeldGrid  # noqa: E402
+from weft.codec.conversion import DTYPES, ChunkFill, Conversion, CpuConverter  # noqa: E402
 from weft.codec.conversion_gpu import GpuConverter  # noqa: E402
 from weft.codec.fp8 import Box, Grid  # noqa: E402
+from weft.codec.grids import HeldGrid, HeldGrids  # noqa: E402
 from weft.core.planes import Planes  # noqa: E402
 from weft.core.recipe import Op  # noqa: E402
 from weft.core.scaling import Scaling  # noqa: E402
@@ -34,7 +36,7 @@ def matrix(rows: int, columns: int, dtype: Any, seed: int = 0) -> torch.Tensor:
     return (torch.randn(rows, columns, generator=generator) * spread).to(dtype)
 
 
-def held(x: torch.Tensor, scaling: Scaling, parts: list[tuple[int, int]], name: str = "w", key: int = 0) -> HeldGrid:
+def held(x: torch.Tensor, scaling: Scaling, parts: list[tuple[int, int]], name: str = "w", key: int = 0) -> HeldGrids:
     """A matrix of which rows [a, b) are held."""
     boxes = tuple(
         Box(
@@ -44,7 +46,7 @@ def held(x: torch.Tensor, scaling: Scaling, parts: list[tuple[int, int]], name: 
         for a, b in parts
     )  # fmt: skip
     grid = Grid(rows=x.shape[0], columns=x.shape[1], scaling=scaling)
-    return HeldGrid(name=name, grid=grid, group=0, first_key=key, boxes=boxes)
+    return grids_of([HeldGrid(name=name, grid=grid, group=0, first_key=key, boxes=boxes)])
 
 
 def conversion(x: torch.Tensor, op: Op, rows: tuple[int, int], columns: tuple[int, int], to: str = "fp8_e4m3"):
@@ -68,7 +70,7 @@ def chunk(*boxes: Conversion, align: int = 16) -> tuple[ChunkFill, int]:
         found.append((box, at))
         at += box.rows * box.columns * (4 if DTYPES[box.dst_dtype] == "fp32" else 2 if box.op == Op.CAST else 1)
         at = -(-at // align) * align
-    return ChunkFill(planes=NO_PLANES, boxes=tuple(found), source_end=0), at
+    return ChunkFill(planes=NO_PLANES, boxes=conversions_of(found), source_end=0), at
 
 
 def image_on(work, converter, described: tuple[ChunkFill, int], shift: int = 0) -> np.ndarray:
@@ -83,8 +85,7 @@ def both(work, x: torch.Tensor, scaling: Scaling, chunks: Any, parts: Any = None
     there = x.to(work.device)
     found = []
     for here, who, make in ((x, None, CpuConverter), (there, work, lambda g, **o: GpuConverter(work, g, **o))):
-        grids = [held(here, scaling, parts or [(0, x.shape[0])])]
-        converter = make(grids, **options)
+        converter = make(held(here, scaling, parts or [(0, x.shape[0])]), **options)
         converter.find_amax(0)
         magnitudes = converter.amax(converter.cut[0])
         converter.agree(0, magnitudes if others is None else others(magnitudes))
@@ -143,14 +144,14 @@ def test_blocks_of_several_holders(work):
 
 def test_a_new_version_forgets_the_old_magnitudes(work):
     x = matrix(300, 128, torch.bfloat16).to(work.device)
-    converter = GpuConverter(work, [held(x, Scaling.BLOCK, [(0, 200), (200, 300)])])
+    converter = GpuConverter(work, held(x, Scaling.BLOCK, [(0, 200), (200, 300)]))
     described = chunk(conversion(x, Op.QUANTIZE, (0, 200), (0, 128)), conversion(x, Op.QUANTIZE, (200, 300), (0, 128)))
     for _ in range(2):
         converter.find_amax(0)
         converter.agree(0, converter.amax(converter.cut[0]))
         found = image_on(work, converter, described)
         x.mul_(0.25)
-    again = GpuConverter(work, [held(x, Scaling.BLOCK, [(0, 300)])])
+    again = GpuConverter(work, held(x, Scaling.BLOCK, [(0, 300)]))
     x.mul_(4.0)
     again.find_amax(0)
     whole = chunk(conversion(x, Op.QUANTIZE, (0, 300), (0, 128)))
@@ -163,7 +164,7 @@ def test_what_is_not_finite_names_the_tensor(work, rows):
     x = matrix(130, 200, torch.bfloat16)
     x[6, 7], x[7, 199], x[8, 5] = math.nan, math.inf, -math.inf
     x = x.to(work.device)
-    converter = GpuConverter(work, [held(x, Scaling.BLOCK, [(0, 130)], "model.q")])
+    converter = GpuConverter(work, held(x, Scaling.BLOCK, [(0, 130)], "model.q"))
     converter.find_amax(0)
     with pytest.raises(CodecError, match=r"`model\.q` has 3 elements that are not finite"):
         image_on(work, converter, chunk(conversion(x, Op.QUANTIZE, rows, (0, 200))))
@@ -196,11 +197,11 @@ def test_every_bf16_number_has_its_code(work):
     x = torch.where(bits.isfinite() & (bits.abs() <= 448), bits, 0.0)
     x[:, 0] = 448.0
     codes = np.zeros(x.shape, dtype=np.uint8)
-    box = held(x, Scaling.BLOCK, [(0, 512)]).boxes[0]
+    box = held(x, Scaling.BLOCK, [(0, 512)])[0].boxes[0]
     grid = Grid(rows=512, columns=128)
     fp8.quantize(box, grid, np.ones(grid.shape, dtype=np.float32), codes.ctypes.data, 128)
     there = x.to(work.device)
-    converter = GpuConverter(work, [held(there, Scaling.BLOCK, [(0, 512)])])
+    converter = GpuConverter(work, held(there, Scaling.BLOCK, [(0, 512)]))
     for shift in (0, 3):
         described = chunk(conversion(there, Op.QUANTIZE, (0, 512), (0, 128)))
         assert np.array_equal(image_on(work, converter, described, shift)[: codes.size].reshape(codes.shape), codes)

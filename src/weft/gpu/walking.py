@@ -14,7 +14,7 @@ from weft.gpu.tiles import TILE_UNITS
 
 STEP_UNITS = 1024
 """Units a program has in flight."""
-WARPS = 8
+WARPS = 16
 
 
 @triton.jit
