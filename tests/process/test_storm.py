@@ -125,6 +125,18 @@ def test_writers_that_are_lost_leave_nothing_behind_in_engines(start, transport,
     check(storm)
 
 
+@pytest.mark.parametrize(("transport", "mode"), [("cma", "in_place"), ("nixl", "in_place"), ("shm", "patch")])
+def test_an_engine_that_stops_draining_costs_one_version(start, transport, mode):
+    """No credits come back: the version ends in its time, and the next is whole for the engine that was torn."""
+    storm = start(transport, mode)
+    faults.stop_draining(storm, "engine 0")
+    assert storm.recover()
+    check(storm)
+    following = storm.publish()
+    assert {how for how, _ in following.outcomes().values()} == {"committed"}
+    check(storm)
+
+
 @pytest.mark.parametrize("transport", ["shm", "cma", "nixl"])
 def test_a_version_for_an_engine_that_stands_still_ends_in_its_time(start, transport):
     """The engine is given up and replaced while its old process still exists; then versions are served again."""

@@ -119,6 +119,28 @@ def write_to_stopped(storm: Storm, engine: str) -> Publishing:
     return publishing
 
 
+def stop_draining(storm: Storm, engine: str) -> Publishing:
+    """An engine stops in the middle of a version in place: what lies in its window is not drained, and no credits come
+    back. It goes on when the version is over."""
+    victim = storm.fleet.actors[engine]
+    before = victim.num_said("offered")
+    publishing = storm.fleet.publish()
+    storm.fleet.happens(lambda: victim.num_said("offered") > before or publishing.is_over, storm.settings.end_s)
+    storm.fleet.listen(storm.rng.random() * 0.01)
+    storm.fleet.stop(victim)
+    storm.collect(publishing)
+    storm.fleet.resume(victim)
+    return publishing
+
+
+def credits_stop(storm: Storm) -> None:
+    """The same, as one of many faults; sometimes the controller is restarted while nothing is drained."""
+    name = f"engine {storm.rng.randrange(storm.settings.num_engine_ranks)}"
+    stop_draining(storm, name)
+    if storm.rng.random() < 0.3:
+        storm.restart_controller()
+
+
 def network_stalls(storm: Storm) -> None:
     """What one or two members say, or hear, arrives late."""
     names = storm.rng.sample(list(storm.fleet.wires), storm.rng.randint(1, 2))
@@ -256,6 +278,7 @@ ALL = [
     stopped,
     engine_replaced,
     engine_stands_still,
+    credits_stop,
     network_stalls,
     late_go,
     half_refused,
