@@ -26,6 +26,9 @@ PLANNED_S = 1200.0
 VERSION_S = 600.0
 IDLE_S = 2.0
 LOOK_S = 0.02
+SILENCE_S = 5.0
+SHARING_S = 0.1
+"""Longer silence that each member is granted because all of them share this machine; the controller is not."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,7 +116,12 @@ class _Rehearsal:
             num_trainers=ranks.num_trainers,
             num_engine_ranks=ranks.num_engine_ranks,
             ranks_per_engine=ranks.ranks_per_engine,
-            settings=TransferSettings(transport=STANDS_FOR, staging_bytes=4 * LARGEST_CHUNK, version_s=VERSION_S),
+            settings=TransferSettings(
+                transport=STANDS_FOR,
+                staging_bytes=4 * LARGEST_CHUNK,
+                version_s=VERSION_S,
+                silence_s=max(SILENCE_S, self._num_members * SHARING_S),
+            ),
             policy=case.policy,
             topology=case_cluster(case),
             ignore=case.ignore,
