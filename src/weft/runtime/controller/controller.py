@@ -117,6 +117,8 @@ class ControllerStatistics:
     """What trainers sent for it; patches are shorter than `bytes_per_version`."""
     last_amax_bytes: int
     """What trainers told each other, through the controller, to agree on FP8 scales."""
+    num_beats: int
+    """Heartbeats that were answered."""
     num_plans: int
     """Plans that were made."""
     plan_s: float
@@ -237,6 +239,7 @@ class Controller:
             last_version_s=self._last_version_s,
             last_wire_bytes=self._last_wire_bytes,
             last_amax_bytes=self._amax.num_bytes,
+            num_beats=self._counts["beats"],
             num_plans=self._planner.num_plans,
             plan_s=self._plan_s,
             ship_s=self._ship_s,
@@ -330,6 +333,7 @@ class Controller:
     def _report(self, member: str, known: Member, message: Any) -> None:
         match message:
             case Beat():
+                self._counts["beats"] += 1
                 self._send(member, Alive(controller=self._name, status=self._status))
             case Opened():
                 self._opened(known, message)
