@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 
-import msgspec
 import numpy as np
 import pytest
 
@@ -13,6 +13,7 @@ from tests.support.raw_member import WEIGHTS, RawMember
 from tests.support.waiting import wait_until
 from weft.config import TransferSettings
 from weft.errors import TransferTimeout
+from weft.runtime.control.held import HeldTable
 from weft.runtime.control.messages import Alive, Beat, Leave, Open, Welcome
 from weft.runtime.controller.controller import Controller
 from weft.runtime.controller.planning import Planning
@@ -143,7 +144,7 @@ def test_a_member_that_returns_with_other_weights_is_planned_for():
         RawMember(controller.address, "trainer").join() as trainer,
     ):
         for num_plans, dtype in enumerate(("fp32", "bf16"), 1):
-            held = [msgspec.structs.replace(WEIGHTS, dtype=dtype)]
+            held = HeldTable.of([replace(WEIGHTS, dtype=dtype)]).packed()
             with RawMember(controller.address, "engine").join(held=held) as engine:
                 engine.hear(Open)
                 trainer.hear(Open)
