@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -110,6 +110,22 @@ class GpuWork:
         assert num_groups == 1
         return [self._digested(planes, is_copied=True)]
 
+    def start_copy(self, planes: Planes, *, is_digested: bool) -> Callable[[], int]:
+        """Start copying planes; what is returned waits for that, and gives the digest, or 0 where none is wanted."""
+        done, found = torch.cuda.Event(), None
+        with self.queue():
+            if is_digested:
+                found = self._queue_digest(planes, is_copied=True)
+            else:
+                self.queue_copy(planes)
+            done.record(self._stream)
+
+        def wait() -> int:
+            done.synchronize()
+            return 0 if found is None else int(found.item()) & _MASK
+
+        return wait
+
     def queue_copy(self, planes: Planes) -> None:
         """Copy planes on the current stream, without waiting."""
         work = self._walk(planes, is_copied=True, is_digested=False)
@@ -119,13 +135,19 @@ class GpuWork:
             walk(work.planes, work.tiles, self._keys, None, is_copied=True)
 
     def _digested(self, planes: Planes, *, is_copied: bool) -> int:
-        with self.queue():
-            work = self._walk(planes, is_copied=is_copied, is_digested=True)
-            if not len(work.tiles):
-                return 0
+        with self.stream():
+            found = self._queue_digest(planes, is_copied=is_copied)
+        return int(found.item()) & _MASK
+
+    def _queue_digest(self, planes: Planes, *, is_copied: bool) -> torch.Tensor:
+        """Digest planes, and copy them, on the current stream; the sum lies in host memory when that is done."""
+        work = self._walk(planes, is_copied=is_copied, is_digested=True)
+        found = torch.zeros(1, dtype=torch.int64, pin_memory=self.device.type == "cuda")
+        if len(work.tiles):
             sums = torch.empty(len(work.tiles), dtype=torch.int64, device=self.device)
             walk(work.planes, work.tiles, self._keys, sums, is_copied=is_copied)
-            return int(sums.sum().item()) & _MASK  # waits for the stream
+            found.copy_(sums.sum(), non_blocking=True)
+        return found
 
     def _walk(self, planes: Planes, *, is_copied: bool, is_digested: bool) -> _Walk:
         """The launch for planes, made at their first use."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import msgspec
@@ -203,12 +203,21 @@ class CudaIpcTransport(MappedTransport[_Peer]):
             self._work.copy(chunk.dst, chunk.src, chunk.length)
             return 0
 
-    def _copy_planes(self, peer: _Peer, planes: Planes) -> int:
+    _num_ahead = 2
+    """So that the device is not idle between Chunks."""
+
+    def _start_planes(self, peer: _Peer, planes: Planes) -> Callable[[], int]:
         with _failures(peer.process.member):
-            if planes.position is not None:
-                return self._work.copy_digest_planes(planes)[0]
-            self._work.copy_planes(planes)
-            return 0
+            wait = self._work.start_copy(planes, is_digested=planes.position is not None)
+
+        def finish() -> int:
+            with _failures(peer.process.member):
+                return wait()
+
+        return finish
+
+    def _copy_planes(self, peer: _Peer, planes: Planes) -> int:
+        return self._start_planes(peer, planes)()
 
     def arrived(self, tag: int, *, writer: int) -> int:
         """Bytes counted in the writer's cell."""

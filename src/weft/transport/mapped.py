@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import abc
 import threading
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
@@ -80,19 +81,34 @@ class MappedTransport(ChunkedTransport[AnyPeer]):
     def _write_direct(self, batch: DirectBatch, tag: int, cancelled: threading.Event) -> Written:
         peer = self._known(batch.peer)
         digest, written = 0, 0
+        started: deque[tuple[Planes, Callable[[], int]]] = deque()
         try:
             self._announce(peer, tag)
-            for planes in batch.chunks:
+            for number, planes in enumerate(batch.chunks, 1):
                 if cancelled.is_set():
                     raise TransportError(f"writing to {batch.peer} was stopped")
                 self._check_alive(peer)
-                digest += self._copy_planes(peer, planes)
-                written += planes.num_bytes
-                self._count(peer, tag, planes.num_bytes)
+                started.append((planes, self._start_planes(peer, planes)))
+                while len(started) > (self._num_ahead if number < len(batch.chunks) else 0):
+                    chunk, wait = started.popleft()
+                    digest += wait()
+                    written += chunk.num_bytes
+                    self._count(peer, tag, chunk.num_bytes)
             self._check_alive(peer)
         except TransportError as error:
             raise type(error)(f"{error} ({written} of {batch.num_bytes} bytes written)", hint=error.hint) from error
+        finally:
+            for _, wait in started:  # nothing is under way when this is over
+                wait()
         return Written(num_bytes=written, digest=digest & _MASK)
+
+    _num_ahead = 0
+    """Chunks that are started before the first of them is waited for."""
+
+    def _start_planes(self, peer: AnyPeer, planes: Planes) -> Callable[[], int]:
+        """Start copying a Chunk; what is returned waits for it, and gives its digest, or 0 where none is wanted."""
+        digest = self._copy_planes(peer, planes)
+        return lambda: digest
 
     @abc.abstractmethod
     def _copy_planes(self, peer: AnyPeer, planes: Planes) -> int:

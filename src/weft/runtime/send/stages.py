@@ -17,6 +17,8 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
+import numpy as np
+
 from weft.config import DeltaPolicy
 from weft.runtime.control.messages import Amax
 from weft.runtime.send.job import Chunk, Job, Link, Parcel, Sent
@@ -26,6 +28,7 @@ from weft.runtime.send.sending import Sending
 from weft.runtime.send.windows import Windows
 from weft.transport.base import Ticket
 
+NONE = np.zeros(0, dtype=np.float32)
 RunStages = Callable[[Flow, Sequence[Stage]], None]
 
 
@@ -179,16 +182,22 @@ class VersionStages:
         last = chunk.outgoing.groups[chunk.number]
         return [group for group in self._of.groups if group <= last and group not in self._scaled]
 
+    def _is_agreed(self, group: int) -> bool:
+        """Whether the magnitudes of a group are known; those of matrices that nobody shares are this trainer's own."""
+        if len(self._of.converter.cut[group]):
+            return group in self._job.agreed
+        return self._job.flow.after("amax")(self._of.groups.index(group))
+
     def _can_convert(self, item: int) -> bool:
         chunk = self._chunk(item)
-        agreed = all(group in self._job.agreed for group in self._groups(item))
+        agreed = all(self._is_agreed(group) for group in self._groups(item))
         agreed = agreed and self._is_there(chunk.outgoing.ends[chunk.number])
         return agreed and (self._chunk(item).outgoing.is_kept or self._of.room.is_free(self._numbers[item]))
 
     def _convert(self, item: int) -> int:
         number, chunk = self._numbers[item], self._chunk(item)
         for group in self._groups(item):
-            self._of.converter.agree(group, self._job.agreed[group])
+            self._of.converter.agree(group, self._job.agreed.get(group, NONE))
             self._scaled.add(group)
         if not chunk.outgoing.is_kept:
             self._of.room.enter(number)
