@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from weft.core.planes import Planes, cut_long_rows, joined
 from weft.errors import TransportError
@@ -30,10 +31,12 @@ class DirectBatch:
 
     peer: str
     chunks: tuple[Planes, ...]
+    num_there: int = 0
+    """Bytes somebody else has written there before this is posted."""
     num_bytes: int = field(init=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "num_bytes", sum(planes.num_bytes for planes in self.chunks))
+        object.__setattr__(self, "num_bytes", self.num_there + sum(planes.num_bytes for planes in self.chunks))
 
     @property
     def is_digested(self) -> bool:
@@ -68,6 +71,12 @@ class MappedTransport(ChunkedTransport[AnyPeer]):
             ),
         )
 
+    def mapped(self, peer: str, address: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Where memory of a peer is mapped here; raises RegistrationError for what is not."""
+        known = self._known(peer)
+        at = known.ranges.find(address.astype(np.uint64), np.ones(len(address), dtype=np.uint64), whose=peer)
+        return address + known.ranges.shifts()[at]
+
     def post_direct(self, batches: Sequence[DirectBatch], tag: int) -> list[Ticket]:
         """Start writing; the target counts bytes under `tag` as Chunks land."""
         self._check_tag(tag)
@@ -84,6 +93,9 @@ class MappedTransport(ChunkedTransport[AnyPeer]):
         started: deque[tuple[Planes, Callable[[], int]]] = deque()
         try:
             self._announce(peer, tag)
+            if batch.num_there:
+                self._count(peer, tag, batch.num_there)
+                written += batch.num_there
             for number, planes in enumerate(batch.chunks, 1):
                 if cancelled.is_set():
                     raise TransportError(f"writing to {batch.peer} was stopped")

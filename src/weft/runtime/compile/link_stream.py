@@ -182,8 +182,23 @@ class LinkStream:
 
     def fills(self, source: Int64s) -> list[ChunkFill]:
         """How each packed Chunk is filled; places are relative to its beginning."""
+        return self._filled(source, self.units.offset - self.chunks.begin[self.units.chunk])
+
+    def straight_fills(self, source: Int64s, to: Int64s | int) -> list[ChunkFill] | None:
+        """How packed Chunks are converted straight into memory that is mapped here; `to` as for `straight`.
+
+        None where that cannot be: units must lie in one piece there, and begin where GPUs like to write.
+        """
+        at = self.units.offset + to if isinstance(to, int) else self._destination(to)
+        packed = self.units.chunk >= self.num_straight
+        is_one_piece = contiguous_run(self.units.extent, self._dst_strides) == self.units.extent.prod(axis=1)
+        if not isinstance(to, int) and not is_one_piece[packed].all():
+            return None
+        return None if (at[packed] % UNIT_ALIGN).any() else self._filled(source, at)
+
+    def _filled(self, source: Int64s, at: Int64s) -> list[ChunkFill]:
+        """How packed Chunks are filled, from where their units go."""
         address = self._source(source)
-        at = self.units.offset - self.chunks.begin[self.units.chunk]
         copied = self._copies(address, at)
         converted = self._conversions(address, at)
         return [

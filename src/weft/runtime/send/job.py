@@ -85,6 +85,8 @@ class Job:
         """Magnitudes of the cut blocks of each group, as all holders know them."""
         self.peak_staging_bytes = 0
         self._lock = threading.Lock()
+        self.has_written = False
+        """Whether anything was written without a ticket: converted straight into an engine's memory."""
         self.num_writes = 0
         """One-sided writes that were started, over transports that take descriptors."""
 

@@ -7,12 +7,12 @@ version is committed, and is written over when it is not.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
-from weft.codec.conversion import Converter
+from weft.codec.conversion import ChunkFill, Converter
 from weft.codec.image import ALIGN
 from weft.codec.memory import memory_view
 from weft.codec.patching import Patcher
@@ -44,6 +44,8 @@ class Outgoing:
         sizes = [layout.num_bytes for layout in self.layouts]
         self._begins = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64).tolist()
         self.images = [allocate(self._begins[-1]) for _ in range(self._num_images)]
+        self.is_straight = False
+        """Whether Chunks are converted straight into the memory of an engine rank."""
         self.now = 0
         """The image that is filled."""
         self._patch_bytes, self._patch_room = 0, 0
@@ -67,9 +69,13 @@ class Outgoing:
         """Where a Chunk that is kept lies in an image."""
         return self.images[image].address + self._begins[chunk]
 
+    def go_straight(self, fills: Sequence[ChunkFill]) -> None:
+        """Convert Chunks to where these say, which is the memory of an engine rank."""
+        self._fills, self.is_straight = list(fills), True
+
     def fill(self, chunk: int, address: int) -> int:
         """Make a Chunk of the weights; returns its bytes."""
-        self._converter.fill(self._fills[chunk], address)
+        self._converter.fill(self._fills[chunk], 0 if self.is_straight else address)
         return self.layouts[chunk].num_bytes
 
     def begin(self, version: int, engines_hold: Mapping[int, int | None], *, patch_room: int) -> set[int]:

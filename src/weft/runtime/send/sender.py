@@ -293,7 +293,7 @@ class Sender:
             return
         abandoned = self._reconnect()
         if publication._go is not None:
-            has_written = any(job.tickets for job in publication._jobs)
+            has_written = any(job.tickets or job.has_written for job in publication._jobs)
             self._control.post(
                 Stopped(version=version, reason=str(error), has_written=has_written, abandoned=sorted(abandoned))
             )
@@ -346,6 +346,7 @@ class Sender:
             raise TransferTimeout(f"{self._member} could not write all of version {go.version} in time: {late}")
         written = self._report(go.version, sent)
         publication.write_s = time.monotonic() - began
+        publication._released.set()  # before anybody can hear that it is committed
         self._control.post(written)
 
     def _report(self, version: int, sent: dict[int, Sent]) -> Written:

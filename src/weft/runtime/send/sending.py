@@ -29,7 +29,7 @@ from weft.runtime.send.pipeline import Room
 from weft.runtime.transports import OpenTransports
 from weft.runtime.weights import Weights
 from weft.transport.base import Batch, Handle, Memory, Ranges, Transport
-from weft.transport.mapped import MappedTransport
+from weft.transport.mapped import DirectBatch, MappedTransport
 
 Int64s = NDArray[np.int64]
 
@@ -125,12 +125,31 @@ class Sending:
             outgoing = Outgoing(stream, self._source, self.settings, self.converter, self._patcher, self._allocate)
             self._outgoing.append(outgoing)
             links = tuple(self.links[number] for number in numbers)
+            if len(links) == 1 and not links[0].obstacle:
+                self._go_straight(outgoing, links[0], self._programs[numbers[0]])
             chunks += [Chunk(outgoing, number, links) for number in range(len(outgoing.layouts))]
         return sorted(chunks, key=lambda chunk: (chunk.outgoing.groups[chunk.number], chunk.number))
+
+    def _go_straight(self, outgoing: Outgoing, link: Link, program: _LinkProgram) -> None:
+        """Convert into the engine's memory, where it is mapped and nothing reads what was converted once more."""
+        transport = self.transports[link.transport]
+        wanted = not outgoing.is_kept and program.position is None and not program.target.carriage.num_slots
+        if not wanted or not isinstance(transport, MappedTransport):
+            return
+        try:
+            to = transport.mapped(link.peer, np.atleast_1d(np.asarray(program.to, dtype=np.int64)))
+        except TransportError as error:
+            link.obstacle = str(error)
+            return
+        fills = program.stream.straight_fills(self._source, int(to[0]) if isinstance(program.to, int) else to)
+        if fills is not None:
+            outgoing.go_straight(fills)
 
     def _staged_bytes(self, chunk: Chunk) -> int:
         """Bytes a Chunk needs in the ring."""
         layout = chunk.outgoing.layouts[chunk.number]
+        if chunk.outgoing.is_straight:
+            return 0
         if self.settings.delta is DeltaPolicy.ON:
             return layout.max_patch_bytes
         return 0 if chunk.outgoing.is_kept else layout.num_bytes
@@ -159,6 +178,9 @@ class Sending:
 
     def _packed(self, link: Link, program: _LinkProgram, chunk: int, place: int) -> Parcel:
         """What a packed Chunk writes: one piece, where it lands in stream order through a transport's own write."""
+        if not place:
+            payload = program.stream.chunks.payload[program.stream.num_straight + chunk]
+            return DirectBatch(peer=link.peer, chunks=(), num_there=int(payload))
         table = program.parcels[chunk].moved(src=place)
         carriage, stream = program.target.carriage, program.stream
         if not stream.is_written_whole:
@@ -181,6 +203,8 @@ class Sending:
     def _places(self, number: int) -> list[int]:
         """Where a Chunk is filled, version after version in turn."""
         chunk = self.chunks[number]
+        if chunk.outgoing.is_straight:
+            return [0]
         if chunk.outgoing.is_kept:
             return [chunk.outgoing.address(chunk.number, image) for image in range(len(chunk.outgoing.images))]
         return [self.staged(number)]

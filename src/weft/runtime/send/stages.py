@@ -201,10 +201,19 @@ class VersionStages:
             self._scaled.add(group)
         if not chunk.outgoing.is_kept:
             self._of.room.enter(number)
-        num_bytes = chunk.outgoing.fill(chunk.number, self._of.place(number))
+        num_bytes = self._fill(item)
         if item + 1 == len(self._numbers):
             self._has_read("convert")
         return num_bytes
+
+    def _fill(self, item: int) -> int:
+        """Make a chunk; one that goes straight into the memory of an engine rank only if that takes part."""
+        number, chunk = self._numbers[item], self._chunk(item)
+        if chunk.outgoing.is_straight:
+            if not self._is_sent(chunk.links[0], item):
+                return 0
+            self._job.has_written = True
+        return chunk.outgoing.fill(chunk.number, self._of.place(number))
 
     def _can_encode(self, item: int) -> bool:
         return self._job.flow.after("convert")(item) and self._of.room.is_free(self._numbers[item])
