@@ -19,6 +19,7 @@ from tests.support.waiting import wait_until  # noqa: E402
 from weft.config import TransferSettings  # noqa: E402
 from weft.errors import WeftError  # noqa: E402
 from weft.integrations.torch import weights_of  # noqa: E402
+from weft.runtime.control.messages import tag_of  # noqa: E402
 from weft.runtime.controller.controller import Controller  # noqa: E402
 from weft.runtime.receive.receiver import Receiver  # noqa: E402
 from weft.runtime.send.sender import Sender  # noqa: E402
@@ -41,12 +42,12 @@ def trainer(pipe: Any, address: str, stop_at: int) -> None:
     write = CudaIpcTransport._write_direct
 
     def stopping_write(self: Any, batch: Any, tag: int, cancelled: threading.Event) -> Any:
-        if tag == stop_at + 1:
+        if tag == tag_of(stop_at, whole=False):
             pipe.send("stopping")
             os.kill(os.getpid(), signal.SIGSTOP)
             cancelled.clear()  # as if it had been stopped a moment later, inside the copy
         written = write(self, batch, tag, cancelled)
-        if tag == stop_at + 1:
+        if tag == tag_of(stop_at, whole=False):
             pipe.send("wrote late")
         return written
 

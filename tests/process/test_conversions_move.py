@@ -43,6 +43,8 @@ def fleet(request):
         {"mode": "patch", "delta": "on", "density": 0.01, "transport": "nixl", "num_trainers": 2},
         {"mode": "shadow", "delta": "on", "density": 0.01, "compression": "zstd", "num_trainers": 2},
         {"mode": "shadow", "staging": "cpu", "num_trainers": 2, "digest": "off"},
+        {"mode": "shadow", "num_trainers": 2, "digest": "off"},
+        {"mode": "in_place", "num_trainers": 2, "digest": "off"},
     ],
     indirect=True,
     ids=lambda value: " ".join(str(v) for v in value.values()),
