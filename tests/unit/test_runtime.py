@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from typing import Any
@@ -113,7 +114,7 @@ def test_a_late_write_of_an_aborted_version_reaches_no_live_weights(pair):
     publication = pair.sender.publish(version=2)
     with pytest.raises(TransferTimeout, match="failed and is still being written") as caught:
         publication.wait_committed(SOON_S / 2)
-    assert "engine 0" in str(caught.value)
+    assert re.search("engine 0|trainer 0 to write", str(caught.value)), "trainer and controller give up at once"
     assert not publication.is_released
     stalled.set()
     with pytest.raises(WeftError, match=r"did not finish|not ready everywhere"):
