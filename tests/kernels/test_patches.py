@@ -73,7 +73,7 @@ def sorted_records(layout: ImageLayout, patches: np.ndarray) -> list[bytes]:
         sizes = delta.record_sizes(part.width, part.num_elements, table["changes"], table["escapes"])
         columns = zip(table["offset"].tolist(), sizes.tolist(), strict=True)
         found += [patch[offset * 4 : offset * 4 + size].tobytes() for offset, size in columns]
-        found.append(table[["changes", "escapes"]].tobytes())
+        found += [table[name].tobytes() for name in ("changes", "escapes")]  # offsets are in no order on a GPU
         at += -(-delta.read_header(patch.ctypes.data, len(patch)).num_bytes // 8) * 8
     return found
 
