@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from weft import native
+from weft.core.planes import Planes
 from weft.errors import TransportError
 from weft.transport.base import Batch, Peer, Transport, Written, split_batch
 
@@ -56,7 +57,7 @@ class ChunkedTransport(Transport[AnyPeer]):
         try:
             self._announce(peer, tag)
             if batch.digested is not None:
-                digest = native.digest_planes(batch.digested, num_threads=self._num_threads)
+                digest = self._digest(batch.digested)
             for chunk in batch.chunks:
                 if cancelled.is_set():
                     raise TransportError(f"writing to {batch.peer} was stopped")
@@ -68,6 +69,10 @@ class ChunkedTransport(Transport[AnyPeer]):
         except TransportError as error:
             raise type(error)(f"{error} ({written} of {batch.num_bytes} bytes written)", hint=error.hint) from error
         return Written(num_bytes=written, digest=digest & ((1 << 64) - 1))
+
+    def _digest(self, planes: Planes) -> int:
+        """Digest of what is written, where it is read."""
+        return native.digest_planes(planes, num_threads=self._num_threads)
 
     def credit(self, peer: str, tag: int, num_bytes: int) -> None:
         """Raise this member's arrival cell in the peer."""

@@ -203,6 +203,9 @@ class CudaIpcTransport(MappedTransport[_Peer]):
             self._work.copy(chunk.dst, chunk.src, chunk.length)
             return 0
 
+    def _digest(self, planes: Planes) -> int:
+        return self._work.digest_planes(planes)
+
     _num_ahead = 2
     """So that the device is not idle between Chunks."""
 
