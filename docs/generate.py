@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+import textwrap
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -485,9 +486,20 @@ def filled(text: str) -> str:
     """The text with every `<!-- generated: NAME -->` block renewed."""
 
     def renew(match: re.Match[str]) -> str:
-        return f"<!-- generated: {match[1]} -->\n{BLOCKS[match[1]]()}\n<!-- end -->"
+        return f"<!-- generated: {match[1]} -->\n{wrapped(BLOCKS[match[1]]())}\n<!-- end -->"
 
     return re.sub(r"<!-- generated: ([\w-]+) -->\n.*?<!-- end -->", renew, text, flags=re.DOTALL)
+
+
+def wrapped(block: str) -> str:
+    """A block whose prose has no long lines; rows of tables stay as they are."""
+    lines = []
+    for line in block.split("\n"):
+        is_prose = not line.lstrip().startswith(("|", "<", "!"))
+        lines += (
+            textwrap.wrap(line, 120, break_long_words=False, break_on_hyphens=False) if is_prose and line else [line]
+        )
+    return "\n".join(lines)
 
 
 def main() -> None:

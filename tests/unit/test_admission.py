@@ -198,3 +198,14 @@ def test_a_trainer_speaks_of_what_it_was_told_to_write(parts, losses):
     check_written(0, Written(version=1, parts=[], losses=[Loss(engine=1, reason="")]), {0, 1}, {1: 64})
     with pytest.raises(WeftError):
         check_written(0, Written(version=1, parts=parts, losses=losses), {0, 1}, {1: 64})
+
+
+def test_whole_versions_are_asked_for_only_where_patches_are_sent():
+    """In a dense version, or in the second round, there is nothing else: what would be written again is not there."""
+    asked = Written(version=1, parts=[], losses=[], whole=[1])
+    check_written(0, asked, {0, 1}, None)
+    with pytest.raises(ProtocolError, match="trainer 0 wants to write whole versions"):
+        check_written(0, asked, {0, 1}, {1: 64})
+    for wrong in ([7], [1, 1]):
+        with pytest.raises(ProtocolError, match="not to some of"):
+            check_written(0, Written(version=1, parts=[], losses=[], whole=wrong), {0, 1}, None)

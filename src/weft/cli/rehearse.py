@@ -22,7 +22,7 @@ from weft.cli.case_options import (
     TrainerDtype,
 )
 from weft.cli.output import print_json, progress, show_facts
-from weft.rehearse.rehearsal import Report, rehearse
+from weft.rehearse.rehearsal import RehearsalReport, rehearse
 
 
 def rehearse_command(
@@ -59,7 +59,7 @@ def rehearse_command(
         _show(name, report)
 
 
-def _show(name: str, report: Report) -> None:
+def _show(name: str, report: RehearsalReport) -> None:
     facts = {
         "members": f"{report.num_trainers} trainers, {report.num_engine_ranks} engine ranks",
         "joined": f"{report.joined_s:.1f} s",

@@ -13,7 +13,7 @@ from typing import Any, Self
 
 from weft.errors import TransferTimeout, WeftError
 from weft.rehearse.probe import probe
-from weft.rehearse.process import Setup, serve
+from weft.rehearse.process import TroupeSetup, serve
 
 ANSWER_S = 1800.0
 
@@ -25,9 +25,9 @@ class _Running:
 
 
 class Cast:
-    """Processes by number; each is one Setup."""
+    """Processes by number; each is one TroupeSetup."""
 
-    def __init__(self, setups: Sequence[Setup]) -> None:
+    def __init__(self, setups: Sequence[TroupeSetup]) -> None:
         self._setups = setups
         self._context = multiprocessing.get_context("spawn")
         self._stack = ExitStack()
@@ -86,8 +86,11 @@ class Cast:
     def longest_silence_s(self) -> float:
         """Since the last time."""
         assert self._probe is not None
-        self._probe.pipe.send(None)
-        return float(self._probe.pipe.recv())
+        pipe = self._probe.pipe
+        pipe.send(None)
+        if not pipe.poll(ANSWER_S):
+            raise TransferTimeout(f"the process that watches the controller did not answer in {ANSWER_S:.0f} s")
+        return float(pipe.recv())
 
     def __enter__(self) -> Self:
         return self

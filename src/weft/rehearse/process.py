@@ -28,7 +28,7 @@ Name = tuple[str, int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Setup:
+class TroupeSetup:
     """What a process of members is told when it starts."""
 
     case: Case
@@ -39,7 +39,7 @@ class Setup:
 class Troupe:
     """The members of one process."""
 
-    def __init__(self, setup: Setup) -> None:
+    def __init__(self, setup: TroupeSetup) -> None:
         self._setup = setup
         raise_file_limit()
         sides = lay_out(setup.case)
@@ -129,7 +129,7 @@ class Troupe:
             self._failure = error
 
 
-def serve(pipe: Connection, setup: Setup) -> None:
+def serve(pipe: Connection, setup: TroupeSetup) -> None:
     """The process: do what is asked until the pipe ends."""
     try:
         troupe = Troupe(setup)

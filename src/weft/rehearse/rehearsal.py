@@ -18,7 +18,7 @@ from weft.config import LARGEST_CHUNK, TransferSettings
 from weft.core.case import Case, case_cluster, case_ranks
 from weft.errors import ConfigError, TransferTimeout
 from weft.rehearse.cast import Cast
-from weft.rehearse.process import Name, Setup, divided, peak_rss_bytes, raise_file_limit
+from weft.rehearse.process import Name, TroupeSetup, divided, peak_rss_bytes, raise_file_limit
 from weft.rehearse.transport import STANDS_FOR, Board
 from weft.runtime.controller.controller import Controller
 
@@ -32,7 +32,7 @@ SHARING_S = 0.1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Report:
+class RehearsalReport:
     """What a rehearsal found. Seconds are of this machine, which all members share."""
 
     num_trainers: int
@@ -83,7 +83,7 @@ def rehearse(
     num_killed: int = 0,
     num_processes: int = 0,
     on_progress: Callable[[str], None] = lambda _: None,
-) -> Report:
+) -> RehearsalReport:
     """Rehearse a case. `num_killed` members are killed after the versions, and return."""
     ranks = case_ranks(case)
     members: list[Name] = [("trainer", rank) for rank in range(ranks.num_trainers)]
@@ -100,7 +100,7 @@ def rehearse(
         )
         board.make()
         on_progress(f"laying out {len(members)} members in {len(groups)} processes")
-        with Cast([Setup(case=case, members=group, board=board) for group in groups]) as cast:
+        with Cast([TroupeSetup(case=case, members=group, board=board) for group in groups]) as cast:
             return _Rehearsal(case, cast, num_killed, on_progress).run(num_versions)
 
 
@@ -127,7 +127,7 @@ class _Rehearsal:
             ignore=case.ignore,
         )
 
-    def run(self, num_versions: int) -> Report:
+    def run(self, num_versions: int) -> RehearsalReport:
         """All of it."""
         with self._controller as controller:
             self._cast.watch(controller.address)
@@ -139,7 +139,7 @@ class _Rehearsal:
             self._facts["longest_silence_s"] = max(silent_s, self._cast.longest_silence_s())
             peaks = self._cast.ask("peak_rss_bytes")
             own = peak_rss_bytes()
-        return Report(**self._facts, controller_rss_bytes=own, peak_rss_bytes=own + sum(peaks))
+        return RehearsalReport(**self._facts, controller_rss_bytes=own, peak_rss_bytes=own + sum(peaks))
 
     def _plan(self) -> None:
         """Let everybody join, and compile its part."""

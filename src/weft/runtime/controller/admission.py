@@ -181,7 +181,12 @@ def _check_memory(member: str, num_shards: int, opened: Opened, needed: Opening)
 
 
 def check_written(trainer: int, message: Written, engines: Collection[int], owed: Mapping[int, int] | None) -> None:
-    """Raise unless a trainer speaks of what it was told to write. `owed`: bytes to each engine; None: not known."""
+    """Raise unless a trainer speaks of what it was told to write.
+
+    `owed`: bytes to each engine; None where patches are sent, of whatever length, or not enough.
+    """
+    if message.whole and owed is not None:
+        raise ProtocolError(f"trainer {trainer} wants to write whole versions, and was told to write nothing else")
     written = [part.engine for part in message.parts] + [loss.engine for loss in message.losses] + message.whole
     if len(set(written)) != len(written) or not set(written) <= set(engines):
         raise ProtocolError(

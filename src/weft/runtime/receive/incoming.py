@@ -16,7 +16,8 @@ from weft.runtime.receive.landing import ArrivingChunk, ArrivingLink, PatchedLin
 
 def arriving_patches(link: PatchedLink, sizes: Sequence[int]) -> ArrivingLink:
     """The bytes of one version's patches, from the bytes of each. Raises CodecError for sizes that cannot be."""
-    if len(sizes) != len(link.chunks) or min(sizes, default=1) <= 0 or sum(sizes) > link.num_bytes:
+    is_sane = len(sizes) == len(link.chunks) and min(sizes, default=1) > 0 and sum(sizes) <= link.num_bytes
+    if not is_sane or not link.has_room(sizes):
         raise CodecError(
             f"trainer {link.trainer} sent {len(sizes)} patches of {list(sizes)[:8]} bytes for {len(link.chunks)} "
             f"chunks, and memory of {link.num_bytes}"

@@ -84,6 +84,10 @@ class PatchedLink:
     """Room for them."""
     chunks: tuple[PatchPlace, ...]
 
+    def has_room(self, sizes: Sequence[int]) -> bool:
+        """Whether patches of so many bytes lie in the memory for them."""
+        return not sizes or self.slots(sizes)[-1] + sizes[-1] <= self.address + self.num_bytes
+
     def slots(self, sizes: Sequence[int]) -> list[int]:
         """Where the patches of a version are, from the bytes of each."""
         taken = -(-np.array(sizes, dtype=np.int64) // PATCH_ALIGN) * PATCH_ALIGN

@@ -325,7 +325,8 @@ class Sender:
         if self._control.settings.delta is DeltaPolicy.OFF:
             return
         settings = self._control.settings
-        again = publication._next_round(2 * settings.version_s + 2 * settings.silence_s)
+        rounds_s, commit_s = 2 * settings.version_s, settings.pause_s + settings.commit_s
+        again = publication._next_round(rounds_s + commit_s + 2 * settings.silence_s)
         if again is not None:
             self._write(publication, again)
 
