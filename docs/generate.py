@@ -176,10 +176,38 @@ def transfer() -> str:
 
 def transfer_gpu() -> str:
     """Two processes on one GPU."""
-    found = TRANSFER_GPU["machine"]
-    rows = [{**row, "case": run["model"]} for run in TRANSFER_GPU["runs"] for row in run["rows"]]
+    header = (
+        "model, engine",
+        "method",
+        "to",
+        "GB",
+        "time",
+        "limit",
+        "of the limit",
+        "writes alone",
+        "pause",
+        "verified",
+    )
+    cells = [
+        (
+            f"{run['model']}, {run['num_tensors']:,} tensors, {run['engine']}",
+            row["method"],
+            row["precision"].upper(),
+            f"{row['trainer_bytes'] / 1e9:.1f}",
+            f"{row['seconds'] * 1e3:.1f} ms",
+            f"{row['limit_s'] * 1e3:.1f} ms",
+            f"{row['fraction_of_limit']:.2f}",
+            "" if row["write_s"] is None else f"{row['write_s'] * 1e3:.1f} ms",
+            "" if row["pause_s"] is None else f"{row['pause_s'] * 1e3:.1f} ms",
+            {True: "yes", False: "**no**"}[row["verified"]],
+        )
+        for run in TRANSFER_GPU["runs"]
+        for row in run["rows"]
+    ]
+    found, rate = TRANSFER_GPU["machine"], TRANSFER_GPU["runs"][0]["copy_gb_per_s"] / 1e3
     where = f"One trainer and one engine process, measured on one {found['gpu']}; {found['cpu']}."
-    return f"{_transfer_table(rows)}\n\n{where}"
+    limit = f"The limit: what a perfect pass reads and writes, at the {rate:.2f} TB/s of the device's own copy."
+    return f"{table(header, cells)}\n\n{where} {limit}"
 
 
 def _transfer_table(rows: list[dict[str, Any]]) -> str:

@@ -45,7 +45,7 @@ def trainer(pipe: Any, address: str, stop_at: int) -> None:
         if tag == tag_of(stop_at, whole=False):
             pipe.send("stopping")
             os.kill(os.getpid(), signal.SIGSTOP)
-            cancelled.clear()  # as if it had been stopped a moment later, inside the copy
+            cancelled = threading.Event()  # as if it had been stopped a moment later, inside the copy
         written = write(self, batch, tag, cancelled)
         if tag == tag_of(stop_at, whole=False):
             pipe.send("wrote late")

@@ -76,7 +76,9 @@ def chunk(*boxes: Conversion, align: int = 16) -> tuple[ChunkFill, int]:
 def image_on(work, converter, described: tuple[ChunkFill, int], shift: int = 0) -> np.ndarray:
     fill, num_bytes = described
     image = torch.zeros(num_bytes + shift, dtype=torch.uint8, device=work.device if work else "cpu")
-    converter.fill(fill, image.data_ptr() + shift)
+    wait = converter.fill(fill, image.data_ptr() + shift)
+    if wait is not None:
+        wait()
     return image[shift:].cpu().numpy()
 
 
@@ -209,3 +211,20 @@ def test_every_bf16_number_has_its_code(work):
 
 def test_the_interpreter_runs_the_arithmetic_of_gpus_without_fp8(work):
     assert fp8_kernels.has_fp8_cast(work.device) == (work.device.type == "cuda")
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered")  # the interpreter's
+def test_chunks_begun_behind_one_that_is_not_finite_are_not_blamed(work):
+    x, y = matrix(130, 200, torch.bfloat16), matrix(128, 128, torch.bfloat16)
+    x[6, 7] = math.nan
+    x, y = x.to(work.device), y.to(work.device)
+    grids = [held(x, Scaling.BLOCK, [(0, 130)], "model.q")[0], held(y, Scaling.BLOCK, [(0, 128)], "model.k", 4)[0]]
+    converter = GpuConverter(work, grids_of(grids))
+    converter.find_amax(0)
+    images = [torch.zeros(1 << 16, dtype=torch.uint8, device=work.device) for _ in grids]
+    boxes = [conversion(each, Op.QUANTIZE, (0, len(each)), (0, each.shape[1])) for each in (x, y)]
+    fills = [chunk(box._replace(grid=grid))[0] for grid, box in enumerate(boxes)]
+    waits = [converter.fill(fill, image.data_ptr()) for fill, image in zip(fills, images, strict=True)]
+    with pytest.raises(CodecError, match=r"`model\.q` has 1 elements that are not finite"):
+        waits[0]()
+    waits[1]()

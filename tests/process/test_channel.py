@@ -300,7 +300,7 @@ def test_another_protocol_is_refused_by_name():
     ):
         client.send(Ping(number=1))
         assert server.receive(0.5) is None
-        with pytest.raises(ProtocolError, match="it speaks protocol 6, the controller protocol 7"):
+        with pytest.raises(ProtocolError, match="it speaks protocol 6, the other side protocol 7"):
             client.receive(SOON_S)
 
 

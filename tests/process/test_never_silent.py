@@ -89,9 +89,10 @@ def test_members_that_come_and_go_while_it_plans_are_noticed_and_planned_for(pla
 
 
 def test_errors_of_those_who_wait_say_what_for(planning):
+    patient = TransferSettings(beat_s=SETTINGS.beat_s, silence_s=SOON_S)  # a raw member does not beat
     with (
-        Controller(num_trainers=1, num_engine_ranks=2, settings=SETTINGS) as controller,
-        Sender(controller.address, rank=0, weights=weights(), timeout_s=SILENCE_S) as sender,
+        Controller(num_trainers=1, num_engine_ranks=2, settings=patient) as controller,
+        Sender(controller.address, rank=0, weights=weights(), timeout_s=2 * SILENCE_S) as sender,
         Receiver(controller.address, rank=0, weights=weights()) as receiver,
     ):
         with pytest.raises(TransferTimeout, match="the controller says: waiting for engine 1 to join"):

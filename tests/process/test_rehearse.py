@@ -28,7 +28,7 @@ def test_a_rehearsal_counts_what_was_planned_and_keeps_the_plan_when_members_ret
     assert report["num_writes"] == report["planned_writes"] > 0
     assert report["num_killed"] == 2
     assert report["is_plan_kept"]
-    assert report["amax_bytes"] > 0
+    assert report["magnitude_bytes"] > 0
     assert 0 < report["max_shipped_bytes"] <= report["shipped_bytes"]
     assert report["controller_rss_bytes"] < report["peak_rss_bytes"] < report["bytes_per_version"]
     for name in ("planned_s", "longest_silence_s", "controller_cpu_ms_per_version"):

@@ -153,7 +153,15 @@ def test_a_version_for_an_engine_that_stands_still_ends_in_its_time(start, trans
     ("transport", "mode", "seed"), [("shm", "shadow", 1), ("cma", "in_place", 2), ("nixl", "patch", 3)]
 )
 def test_a_short_storm(start, transport, mode, seed):
-    storm = start(transport, mode, seed)
+    run_short(start(transport, mode, seed))
+
+
+def test_a_short_storm_of_fp8_engines(start):
+    """Trainers are cut inside blocks: they agree on scales, or nobody serves the version."""
+    run_short(start("shm", "in_place", 4, precision="fp8"))
+
+
+def run_short(storm: Storm) -> None:
     storm.run(faults.ALL, num_versions=24, on_step=lambda: None)
     check(storm)
     assert storm.verdicts.counts["checks"] >= len(storm.verdicts.committed)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from tests.support.arena import Arena
 from weft.core.plan_streams import plan_chunks
@@ -28,7 +30,8 @@ def cut(arrays: dict[str, np.ndarray], dim: int, number: int, count: int) -> Wei
 
 @pytest.mark.parametrize("transport", ["cma", "nixl"])
 @pytest.mark.parametrize("mode", ["shadow", "in_place"])
-@pytest.mark.parametrize("seed", range(3))
+@settings(deadline=None, max_examples=6)
+@given(seed=st.integers(0, 2**32 - 1))
 def test_posted_writes_are_those_of_the_plan(transport, mode, seed):
     chance = np.random.default_rng(seed)
     shapes = [tuple(chance.integers(4, 300, chance.integers(1, 3))) for _ in range(12)] + [(700, 900)]

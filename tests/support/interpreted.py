@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import ctypes
 from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 
@@ -28,6 +30,10 @@ class InterpretedWork(GpuWork):
 
     def synchronize(self) -> None:
         pass
+
+    def marker(self) -> Any:
+        """What was queued is done."""
+        return SimpleNamespace(synchronize=lambda: None)
 
     def view(self, address: int, num_bytes: int) -> torch.Tensor:
         return torch.frombuffer((ctypes.c_uint8 * num_bytes).from_address(address), dtype=torch.uint8)

@@ -18,6 +18,7 @@ from weft.runtime.control.messages import (
     Committed,
     Join,
     Loss,
+    MagnitudeServer,
     Offer,
     Offered,
     Opened,
@@ -27,7 +28,14 @@ from weft.runtime.control.messages import (
     Want,
     Written,
 )
-from weft.runtime.controller.admission import check_join, check_opened, check_side, check_written, unbelievable
+from weft.runtime.controller.admission import (
+    check_join,
+    check_magnitudes,
+    check_opened,
+    check_side,
+    check_written,
+    unbelievable,
+)
 from weft.transport.base import Descriptor, Endpoint
 from weft.transport.host import ProcessIdentity
 from weft.transport.registry import place_here
@@ -174,6 +182,32 @@ def test_memory_beside_the_weights_is_opened_where_it_was_asked_for(needed, good
     check_opened(join(), opened(live=b"", **good), {"shm"}, wanted)
     with pytest.raises(ProtocolError):
         check_opened(join(), opened(live=b"", **bad), {"shm"}, wanted)
+
+
+KEY = "k" * 40
+
+
+@pytest.mark.parametrize(
+    ("has_keys", "good", "bad"),
+    [
+        (False, ("tcp://127.0.0.1:7071", ""), None),
+        (False, ("tcp://127.0.0.1:7071", ""), ("tcp://127.0.0.1:*", "")),
+        (False, ("tcp://[::1]:7071", ""), ("tcp://127.0.0.1:70710", "")),
+        (False, ("tcp://127.0.0.1:7071", ""), ("ipc:///tmp/socket", "")),
+        (False, ("tcp://127.0.0.1:7071", ""), ("tcp://127.0.0.1:7071", KEY)),
+        (True, ("tcp://10.0.0.1:7071", KEY), ("tcp://10.0.0.1:7071", "")),
+        (True, ("tcp://10.0.0.1:7071", KEY), ("tcp://10.0.0.1:7071", "short")),
+    ],
+)
+def test_trainers_listen_where_others_can_connect(has_keys, good, bad):
+    def server(place: tuple[str, str] | None) -> Opened:
+        made = None if place is None else MagnitudeServer(address=place[0], key=place[1])
+        return Opened(round=1, offers={}, magnitudes=made)
+
+    check_magnitudes(3, server(good), is_asked=True, has_keys=has_keys)
+    check_magnitudes(3, server(bad), is_asked=False, has_keys=has_keys)
+    with pytest.raises(ProtocolError, match="trainer 3"):
+        check_magnitudes(3, server(bad), is_asked=True, has_keys=has_keys)
 
 
 def part(**changes: Any) -> Part:

@@ -5,14 +5,12 @@ from __future__ import annotations
 import threading
 import time
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from weft.errors import ConfigError, ProtocolError, TransferTimeout, VersionError, WeftError
 from weft.events import busy_seconds
-from weft.runtime.controller.amax import AmaxExchange
 from weft.runtime.send.pipeline import Flow, Room, Stage, run, run_in_turn
 
 RUNNERS = [run, run_in_turn]
@@ -123,35 +121,16 @@ def test_whoever_gives_a_version_up_ends_its_stages():
         run(flow, [Stage("a", 1, lambda _: 0, lambda _: False)])
 
 
-def floats(*values: float) -> np.ndarray:
-    return np.array(values, dtype=np.float32)
+def test_what_is_missing_at_the_deadline_may_be_found_out_with_locks_of_others():
+    """Those hold their lock while they say that something has changed."""
+    flow = Flow(time.monotonic() + 0.05)
 
+    def obstacle() -> str:
+        other = threading.Thread(target=flow.changed)
+        other.start()
+        other.join(5.0)
+        return "the other waits for ever" if other.is_alive() else "nothing came"
 
-def keys(*values: int) -> np.ndarray:
-    return np.array(values, dtype=np.uint64)
-
-
-def test_holders_get_the_largest_of_all():
-    exchange = AmaxExchange({0: frozenset({0, 1, 2})})
-    assert exchange.add(1, 0, 0, keys(5, 7), floats(1.0, 2.0)) == {}
-    assert exchange.add(1, 1, 0, keys(7, 9), floats(3.0, 4.0)) == {}
-    answer = exchange.add(1, 2, 0, keys(), floats())
-    assert {trainer: values.tolist() for trainer, values in answer.items()} == {0: [1.0, 3.0], 1: [3.0, 4.0], 2: []}
-    assert exchange.num_bytes == 2 * 16
-    answer = {}
-    for trainer, found in ((2, floats()), (0, floats(9.0, 1.0)), (1, floats(0.5, 0.25))):  # keys are known
-        answer = exchange.add(2, trainer, 0, keys(), found)
-    assert answer[1].tolist() == [1.0, 0.25]
-
-
-def test_what_was_not_planned_is_refused():
-    exchange = AmaxExchange({0: frozenset({0, 1})})
-    exchange.add(1, 0, 0, keys(5), floats(1.0))
-    for trainer, group, which, found in (
-        (0, 0, keys(5), floats(1.0)),  # twice
-        (2, 0, keys(5), floats(1.0)),  # no holder
-        (1, 3, keys(5), floats(1.0)),  # no such group
-        (1, 0, keys(5), floats(1.0, 2.0)),  # other blocks
-    ):
-        with pytest.raises(VersionError, match="not as planned"):
-            exchange.add(1, trainer, group, which, found)
+    flow.obstacle = obstacle
+    with pytest.raises(TransferTimeout, match="nothing came"):
+        flow.wait(lambda: False, "something")

@@ -5,10 +5,10 @@ from __future__ import annotations
 import multiprocessing
 import socket
 import time
+from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection
 from typing import Any, Self
 
-from weft.bench.worker import Setup, serve
 from weft.errors import TransferTimeout, WeftError
 
 ANSWER_S = 300.0
@@ -19,40 +19,19 @@ START_S = 0.05
 class Fleet:
     """Trainers and engine ranks of one case, as processes."""
 
-    def __init__(
-        self,
-        *,
-        num_trainers: int,
-        num_engine_ranks: int,
-        num_parts: int,
-        model: str,
-        device: str,
-        precision: str = "bf16",
-    ) -> None:
-        self.num_trainers, self.num_engine_ranks = num_trainers, num_engine_ranks
-        port = _free_port()
+    def __init__(self, serve: Callable[[Connection, Any], None], setups: Mapping[tuple[str, int], Any]) -> None:
+        """`serve` runs in each process, with one of the setups: of each side and rank."""
+        self.num_trainers = sum(side == "trainer" for side, _ in setups)
         context = multiprocessing.get_context("spawn")
         self._pipes: dict[tuple[str, int], Connection] = {}
         self._processes = []
-        for side, count in (("trainer", num_trainers), ("engine", num_engine_ranks)):
-            for rank in range(count):
-                ours, theirs = context.Pipe()
-                setup = Setup(
-                    side=side,
-                    rank=rank,
-                    num_trainers=num_trainers,
-                    num_engine_ranks=num_engine_ranks,
-                    num_parts=num_parts,
-                    model=model,
-                    device=device,
-                    port=port,
-                    precision=precision,
-                )
-                process = context.Process(target=serve, args=(theirs, setup), daemon=True)
-                process.start()
-                theirs.close()
-                self._pipes[side, rank] = ours
-                self._processes.append(process)
+        for name, setup in setups.items():
+            ours, theirs = context.Pipe()
+            process = context.Process(target=serve, args=(theirs, setup), daemon=True)
+            process.start()
+            theirs.close()
+            self._pipes[name] = ours
+            self._processes.append(process)
         self._collect(list(self._pipes))
 
     def ask(self, side: str, method: str, **arguments: Any) -> list[tuple[str, int]]:
@@ -117,7 +96,19 @@ class Fleet:
         self.close()
 
 
-def _free_port() -> int:
+def answer_requests(pipe: Connection, member: Any) -> None:
+    """In a process: answers `(method, arguments)` with `(ok, value)` until told to stop."""
+    pipe.send((True, None))
+    while (request := pipe.recv()) is not None:
+        method, arguments = request
+        try:
+            pipe.send((True, getattr(member, method)(**arguments)))
+        except Exception as error:
+            pipe.send((False, f"{type(error).__name__}: {error}"))
+
+
+def free_port() -> int:
+    """A port that is free now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

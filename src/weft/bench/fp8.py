@@ -13,6 +13,7 @@ from typing import Any
 
 from weft.bench import gathering, payload
 from weft.bench.fleet import Fleet
+from weft.bench.worker import start_fleet
 from weft.config import ReceiverMode, TransferSettings
 from weft.runtime.controller.controller import Controller
 
@@ -56,8 +57,8 @@ def measure(model_name: str, *, num_trainers: int, repeat: int, say: Say) -> Fp8
     """Both ways, over the same processes."""
     model = payload.load_payload(model_name)
     say(f"starting {num_trainers} trainers and an FP8 engine")
-    with Fleet(
-        num_trainers=num_trainers, num_engine_ranks=1, num_parts=1, model=model_name, device="cpu", precision="fp8"
+    with start_fleet(
+        num_trainers=num_trainers, num_engine_ranks=1, num_parts=1, model=model_name, precision="fp8"
     ) as fleet:
         fleet.call("trainer", "fill_normal")
         versions = iter(range(1, 10_000))
@@ -88,7 +89,7 @@ def _exchanged(fleet: Fleet, versions: Any, repeat: int, say: Say) -> Fp8Row:
         method="weft: exchange magnitudes",
         seconds=statistics.median(times[WARM_UP:]),
         before_sending_s=statistics.median(before[WARM_UP:]),
-        exchanged_bytes=found.last_amax_bytes,
+        exchanged_bytes=found.last_magnitude_bytes,
         wire_bytes=found.last_wire_bytes,
         exact=exact,
     )

@@ -53,19 +53,20 @@ def is_quantized(module: torch.nn.Module, model: Model, version: int, steps: int
             if not torch.equal(found, whole):
                 return False
             continue
-        codes, scale = _reference(whole)
+        codes, scale = reference_fp8(whole)
         is_equal = torch.equal(found.view(torch.uint8), codes.view(torch.uint8))
         if not is_equal or not torch.equal(module.get_parameter(f"{tensor.name}_scale_inv"), scale):
             return False
     return True
 
 
-def _reference(whole: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def reference_fp8(whole: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes and scales of a matrix, in plain torch."""
     rows, columns = scale_shape(tuple(whole.shape))
-    padded = torch.zeros(rows * QUANT_BLOCK, columns * QUANT_BLOCK)
+    padded = torch.zeros(rows * QUANT_BLOCK, columns * QUANT_BLOCK, device=whole.device)
     padded[: whole.shape[0], : whole.shape[1]] = whole.float()
     amax = padded.view(rows, QUANT_BLOCK, columns, QUANT_BLOCK).abs().amax(dim=(1, 3))
-    scale = amax.clamp(min=1e-10) / torch.tensor(448.0)
+    scale = amax.clamp(min=1e-10) / torch.full_like(amax, 448.0)  # GPUs multiply by the inverse of a scalar
     spread = (1 / scale).repeat_interleave(QUANT_BLOCK, 0).repeat_interleave(QUANT_BLOCK, 1)
     values = whole.float() * spread[: whole.shape[0], : whole.shape[1]]
     return values.clamp(-448, 448).to(torch.float8_e4m3fn), scale

@@ -13,14 +13,10 @@ from weft.transport.base import Batch
 from weft.transport.nixl import NixlTransport
 
 Span = tuple[float, float]
-DEVICE_BUFFER_BYTES = 4 << 30
-"""Larger copies reuse the buffers: they are far larger than any cache."""
 
 
-def copy(num_bytes: int, device: str, wait: Callable[[], None]) -> Span:
+def copy(num_bytes: int, wait: Callable[[], None]) -> Span:
     """One large copy inside this process, between pages that are there already."""
-    if device != "cpu":
-        return _device_copy(num_bytes, device, wait)
     src, dst = _buffers(num_bytes)
     wait()
     began = time.monotonic()
@@ -49,26 +45,8 @@ def _buffers(num_bytes: int) -> tuple[np.ndarray, np.ndarray]:
     return _kept[num_bytes]
 
 
-def _device_copy(num_bytes: int, device: str, wait: Callable[[], None]) -> Span:
-    import torch  # noqa: PLC0415
-
-    src = torch.randint(0, 256, (min(num_bytes, DEVICE_BUFFER_BYTES),), dtype=torch.uint8, device=device)
-    dst = torch.empty_like(src)
-    dst.copy_(src)
-    torch.cuda.synchronize(device)
-    wait()
-    began = time.monotonic()
-    for start in range(0, num_bytes, len(src)):
-        size = min(len(src), num_bytes - start)
-        dst[:size].copy_(src[:size])
-    torch.cuda.synchronize(device)
-    return began, time.monotonic()
-
-
-def digest_rate(num_bytes: int, device: str) -> float:
+def digest_rate(num_bytes: int) -> float:
     """Bytes per second one process digests from memory."""
-    if device != "cpu":
-        return 0.0
     src, _ = _buffers(num_bytes)
     columns = [np.array([n], dtype=np.uint64) for n in (src.ctypes.data, 0, num_bytes)]
     began = time.monotonic()

@@ -46,21 +46,10 @@ def load_payload(name: str) -> Model:
 
 
 def module_of(shapes: Mapping[str, tuple[int, ...]], device: str) -> torch.nn.Module:
-    """A module tree whose parameters have these names and shapes; BF16, uninitialised.
-
-    On a GPU they lie in one piece of memory, one after the other: neighbours travel as one write.
-    """
+    """A module tree whose parameters have these names and shapes; BF16, uninitialised."""
     root = torch.nn.Module()
-    sizes = [torch.Size(shape).numel() for shape in shapes.values()]
-    arena = torch.empty(sum(sizes), dtype=torch.bfloat16, device=device) if device.startswith("cuda") else None
-    start = 0
     for name, shape in shapes.items():
-        if arena is None:
-            empty = torch.empty(shape, dtype=torch.bfloat16, device=device)
-        else:
-            empty = arena[start : start + torch.Size(shape).numel()].view(shape)
-            start += empty.numel()
-        put(root, name, empty)
+        put(root, name, torch.empty(shape, dtype=torch.bfloat16, device=device))
     return root
 
 
@@ -142,47 +131,30 @@ def total_bytes(model: Model, *, num_engine_ranks: int, num_parts: int) -> int:
     return sum(per_rank) * (num_engine_ranks // num_parts)
 
 
-def tensor_at(held: Held, device: str) -> torch.Tensor:
+def tensor_at(held: Held) -> torch.Tensor:
     """A shard's memory as a tensor of 16-bit integers."""
-    num_elements = held.span_bytes // 2
-    if device == "cpu":
-        buffer = (ctypes.c_int16 * num_elements).from_address(held.address)
-        flat = torch.frombuffer(buffer, dtype=torch.int16)
-    else:
-        flat = torch.as_tensor(_DeviceMemory(held.address, num_elements), device=device)
-    return torch.as_strided(flat, held.extent, held.strides)
-
-
-class _DeviceMemory:
-    """Device memory in the form other libraries accept."""
-
-    def __init__(self, address: int, num_elements: int) -> None:
-        self.__cuda_array_interface__ = {
-            "shape": (num_elements,),
-            "typestr": "<i2",
-            "data": (address, False),
-            "version": 3,
-        }
+    buffer = (ctypes.c_int16 * (held.span_bytes // 2)).from_address(held.address)
+    return torch.as_strided(torch.frombuffer(buffer, dtype=torch.int16), held.extent, held.strides)
 
 
 def fill(weights: Weights, version: int) -> None:
     """Give all shards their contents in a version."""
     for held in weights.held:
-        target = tensor_at(held, weights.device)
-        for rows, values in _expected(held, version, weights.device):
+        target = tensor_at(held)
+        for rows, values in _expected(held, version):
             target[rows] = values
 
 
 def advance(weights: Weights) -> None:
     """From one version to the next."""
     for held in weights.held:
-        tensor_at(held, weights.device).add_(VERSION_STEP)
+        tensor_at(held).add_(VERSION_STEP)
 
 
 def advance_some(weights: Weights, step: int) -> None:
     """A version in which one element in PERIOD becomes the next number, other ones at every step."""
     for held in weights.held:
-        matrix = tensor_at(held, weights.device)
+        matrix = tensor_at(held)
         matrix = matrix if matrix.dim() == 2 else matrix.view(1, -1)
         row_lo, column_lo = held.lo if len(held.lo) == 2 else (0, held.lo[0])
         for first in range(min(PERIOD, matrix.shape[0])):
@@ -193,24 +165,24 @@ def advance_some(weights: Weights, step: int) -> None:
 def is_version(weights: Weights, version: int, steps: int = 0) -> bool:
     """Whether every element of every shard is exactly that version's, after some steps of `advance_some`."""
     return all(
-        torch.equal(tensor_at(held, weights.device)[rows], values)
+        torch.equal(tensor_at(held)[rows], values)
         for held in weights.held
-        for rows, values in _expected(held, version, weights.device, steps)
+        for rows, values in _expected(held, version, steps)
     )
 
 
-def _expected(held: Held, version: int, device: str, steps: int = 0) -> Iterator[tuple[slice, torch.Tensor]]:
+def _expected(held: Held, version: int, steps: int = 0) -> Iterator[tuple[slice, torch.Tensor]]:
     """A shard's contents, some rows at a time."""
     seed = zlib.crc32(held.tensor.name.encode())
-    inner = torch.zeros((), dtype=torch.int64, device=device)
+    inner = torch.zeros((), dtype=torch.int64)
     stride = 1
     for lo, extent, size in reversed(list(zip(held.lo[1:], held.extent[1:], held.tensor.shape[1:], strict=True))):
-        inner = (torch.arange(lo, lo + extent, device=device) * stride)[(...,) + (None,) * inner.dim()] + inner
+        inner = (torch.arange(lo, lo + extent) * stride)[(...,) + (None,) * inner.dim()] + inner
         stride *= size
     step = max((4 << 20) // max(inner.numel(), 1), 1)
     for first in range(0, held.extent[0], step):
         rows = slice(first, min(first + step, held.extent[0]))
-        index = torch.arange(held.lo[0] + rows.start, held.lo[0] + rows.stop, device=device) * stride
+        index = torch.arange(held.lo[0] + rows.start, held.lo[0] + rows.stop) * stride
         index = index[(...,) + (None,) * inner.dim()] + inner
         bits = ((index * _MULTIPLIER + seed) >> 13) + version * VERSION_STEP
         if steps:

@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from weft.bench.fleet import Fleet
+from weft.bench.worker import start_fleet
 from weft.config import MIB, DeltaPolicy, ReceiverMode, TransferSettings
 from weft.runtime.controller.controller import Controller
 
@@ -57,7 +58,7 @@ def measure(model: str, *, repeat: int, chunk_mib: int, staging_mib: int, say: S
     """FP8, and patches of FP8."""
     rows = []
     say("starting a trainer and an FP8 engine")
-    with Fleet(num_trainers=1, num_engine_ranks=1, num_parts=1, model=model, device="cpu", precision="fp8") as fleet:
+    with start_fleet(num_trainers=1, num_engine_ranks=1, num_parts=1, model=model, precision="fp8") as fleet:
         fleet.call("trainer", "fill_normal")
         run = _Run(fleet, say, repeat)
         for what, options in (

@@ -18,6 +18,7 @@ from typing import Any
 from weft.bench import baselines, payload
 from weft.bench.fleet import Fleet
 from weft.bench.prediction import Rates, predict
+from weft.bench.worker import start_fleet
 from weft.config import DeltaPolicy, DigestPolicy, ReceiverMode, TransferSettings
 from weft.core.model import Model
 from weft.errors import ConfigError
@@ -74,7 +75,6 @@ class Report:
     """What one run found."""
 
     model: str
-    device: str
     limit_gb_per_s: float
     """The plain copy of the first case."""
     control_ms: float
@@ -108,7 +108,6 @@ class _Run:
 
     case: Case
     model: Model
-    device: str
     repeat: int
     say: Say
     fleet: Fleet
@@ -147,7 +146,6 @@ def measure(
     model_name: str,
     wanted: list[Case],
     *,
-    device: str,
     repeat: int,
     baseline: bool,
     say: Say,
@@ -159,22 +157,20 @@ def measure(
     limits = []
     for case in wanted:
         say(f"{case.name}: starting {case.num_trainers} trainers and {case.num_engine_ranks} engine ranks")
-        with Fleet(
+        with start_fleet(
             num_trainers=case.num_trainers,
             num_engine_ranks=case.num_engine_ranks,
             num_parts=case.num_parts,
             model=model_name,
-            device=device,
         ) as fleet:
             total = payload.total_bytes(model, num_engine_ranks=case.num_engine_ranks, num_parts=case.num_parts)
-            run = _Run(case, model, device, repeat, say, fleet, total, modes)
+            run = _Run(case, model, repeat, say, fleet, total, modes)
             _run_case(run, baseline=baseline)
             rows += _finished(run)
             limits.append(rows[-len(run.rows)].gb_per_s)
     say("control overhead")
     return Report(
         model=model_name,
-        device=device,
         limit_gb_per_s=limits[0],
         control_ms=control_overhead_ms(),
         rows=tuple(rows),
@@ -184,35 +180,30 @@ def measure(
 def _run_case(run: _Run, *, baseline: bool) -> None:
     run.say(f"{run.case.name}: the plain copy")
     _copy_limit(run)
-    if run.device == "cpu":
-        _check_limit(run)
+    _check_limit(run)
     run.rates = replace(run.rates, digest=min(run.fleet.call("trainer", "digest_rate", num_bytes=1 << 28)))
-    for method in _methods(run):
+    for method in _methods():
         if method.mode not in run.modes:
             continue
         run.say(f"{run.case.name}: {method.name} over {method.transport}")
         _weft(run, method)
         _copy_limit(run)
-    if baseline and run.device == "cpu":
+    if baseline:
         _baselines(run)
 
 
-def _methods(run: _Run) -> Iterator[_Method]:
+def _methods() -> Iterator[_Method]:
     on, off = DigestPolicy.ON, DigestPolicy.OFF
-    fastest = "shm" if run.device == "cpu" else "cuda_ipc"
     for mode, digest in ((ReceiverMode.IN_PLACE, off), (ReceiverMode.IN_PLACE, on), (ReceiverMode.SHADOW, on)):
-        yield _Method(fastest, mode, digest)
-    modes = (ReceiverMode.IN_PLACE, ReceiverMode.SHADOW, ReceiverMode.PATCH)
-    for mode in modes if run.device == "cpu" else modes[-1:]:
-        yield _Method(fastest, mode, on, delta=DeltaPolicy.ON)
-    if run.device == "cpu":
-        yield _Method("cma", ReceiverMode.IN_PLACE, off)
-        yield _Method("cma", ReceiverMode.IN_PLACE, on)
+        yield _Method("shm", mode, digest)
+    for mode in (ReceiverMode.IN_PLACE, ReceiverMode.SHADOW, ReceiverMode.PATCH):
+        yield _Method("shm", mode, on, delta=DeltaPolicy.ON)
+    yield _Method("cma", ReceiverMode.IN_PLACE, off)
+    yield _Method("cma", ReceiverMode.IN_PLACE, on)
     if is_installed("nixl"):
         yield _Method("nixl", ReceiverMode.IN_PLACE, off)
         yield _Method("nixl", ReceiverMode.IN_PLACE, on)
-        if run.device == "cpu":
-            yield _Method("nixl", ReceiverMode.PATCH, on, delta=DeltaPolicy.ON)
+        yield _Method("nixl", ReceiverMode.PATCH, on, delta=DeltaPolicy.ON)
 
 
 def _elapsed(spans: list[Any]) -> float:
@@ -266,7 +257,7 @@ def _weft(run: _Run, method: _Method) -> None:
         num_threads=method.num_threads,
         delta=method.delta,
         anchor_every=1000,
-        nixl_devices="lo" if run.device == "cpu" else "",
+        nixl_devices="lo",
     )
     if method.transport == "cma" and not run.rates.kernel:
         run.rates = replace(run.rates, kernel=_kernel_limit(run))
@@ -413,7 +404,7 @@ def _finished(run: _Run) -> list[Row]:
 def control_overhead_ms(num_versions: int = 50) -> float:
     """Milliseconds per version of a few bytes between 2 trainers and 2 engines, in processes of their own."""
     with (
-        Fleet(num_trainers=2, num_engine_ranks=2, num_parts=1, model=payload.SMALLEST, device="cpu") as fleet,
+        start_fleet(num_trainers=2, num_engine_ranks=2, num_parts=1, model=payload.SMALLEST) as fleet,
         Controller(num_trainers=2, num_engine_ranks=2) as controller,
     ):
         for side in ("engine", "trainer"):

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -19,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
 from weft.bench import baselines, gathering, limits, payload
+from weft.bench.fleet import Fleet, answer_requests, free_port
 from weft.bench.limited import LimitedShm
 from weft.events import busy_seconds
 from weft.integrations.torch import weights_of
@@ -40,7 +40,6 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
     num_parts: int
     """Tensor-parallel size of one engine."""
     model: str
-    device: str
     port: int
     """Where the torch process group of all workers meets."""
     precision: str = "bf16"
@@ -71,12 +70,9 @@ class Trainer(Member):
 
     def __init__(self, setup: Setup) -> None:
         super().__init__(setup)
-        if setup.device == "cpu":
-            self.module = payload.module_of(payload.whole_shapes(self.model), "meta")
-            fully_shard(self.module, mesh=self.trainers_mesh)
-            self.module.to_empty(device="cpu")
-        else:
-            self.module = payload.module_of(payload.whole_shapes(self.model), setup.device)
+        self.module = payload.module_of(payload.whole_shapes(self.model), "meta")
+        fully_shard(self.module, mesh=self.trainers_mesh)
+        self.module.to_empty(device="cpu")
         self.weights = weights_of(self.module)
         payload.fill(self.weights, 0)
         self.sender: Sender | None = None
@@ -152,7 +148,7 @@ class Trainer(Member):
 
     def copy_limit(self, num_bytes: int, start: float) -> tuple[float, float]:
         """Copy as many bytes as this trainer sends, inside its own memory."""
-        return limits.copy(num_bytes, self.setup.device, lambda: sleep_until(start))
+        return limits.copy(num_bytes, lambda: sleep_until(start))
 
     def check_limit(self, num_bytes: int, start: float) -> tuple[float, float]:
         """Copy as many bytes as this trainer sends, and digest them where they are."""
@@ -160,7 +156,7 @@ class Trainer(Member):
 
     def digest_rate(self, num_bytes: int) -> float:
         """Bytes per second one process digests."""
-        return limits.digest_rate(num_bytes, self.setup.device)
+        return limits.digest_rate(num_bytes)
 
     def kernel_limit(self, num_bytes: int, pid: int, address: int, start: float) -> tuple[float, float]:
         """Write one large piece into another process with process_vm_writev."""
@@ -202,7 +198,7 @@ class Engine(Member):
         if setup.precision == "fp8":
             self.module, self.parts = gathering.quantized_engine(self.model)
         else:
-            self.module = payload.module_of({name: extent for name, (_, extent) in self.parts.items()}, setup.device)
+            self.module = payload.module_of({name: extent for name, (_, extent) in self.parts.items()}, "cpu")
         for parameter in self.module.parameters():
             parameter.view(torch.uint8).zero_()
         self.receiver: Receiver | None = None
@@ -214,9 +210,8 @@ class Engine(Member):
 
     def open(self, address: str) -> None:
         """Become a weft receiver, with weights in ordinary memory: another method may have moved them."""
-        if self.setup.device == "cpu":
-            for parameter in self.module.parameters():
-                parameter.data = parameter.data.clone()
+        for parameter in self.module.parameters():
+            parameter.data = parameter.data.clone()
         self.receiver = Receiver(address, rank=self.setup.rank, weights=self.live_weights())
 
     def receive(self) -> float:
@@ -243,8 +238,6 @@ class Engine(Member):
         """Forget the weights, so that a method that moves nothing cannot pass."""
         for parameter in self.module.parameters():
             parameter.view(torch.uint8).fill_(0xBF)
-        if self.setup.device != "cpu":
-            torch.cuda.synchronize(self.setup.device)  # or it would be measured as part of the next version
 
     def buffer(self, num_bytes: int) -> tuple[int, int]:
         """Ordinary memory another process may write to: the process and the address."""
@@ -273,21 +266,34 @@ def sleep_until(moment: float) -> None:
 
 
 def serve(pipe: Connection, setup: Setup) -> None:
-    """The process: makes the member, then answers `(method, arguments)` with `(ok, value)` until told to stop."""
+    """The process."""
     try:
         member = Trainer(setup) if setup.side == "trainer" else Engine(setup)
-        pipe.send((True, None))
-        while (request := pipe.recv()) is not None:
-            method, arguments = request
-            pipe.send(_answer(getattr(member, method), arguments))
+        answer_requests(pipe, member)
         member.shut()
         member.close()
     except Exception as error:
         pipe.send((False, f"{setup.side} {setup.rank}: {type(error).__name__}: {error}"))
 
 
-def _answer(method: Callable[..., Any], arguments: dict[str, Any]) -> tuple[bool, Any]:
-    try:
-        return True, method(**arguments)
-    except Exception as error:
-        return False, f"{type(error).__name__}: {error}"
+def start_fleet(
+    *, num_trainers: int, num_engine_ranks: int, num_parts: int, model: str, precision: str = "bf16"
+) -> Fleet:
+    """Processes for one case."""
+    port = free_port()
+    counts = {"trainer": num_trainers, "engine": num_engine_ranks}
+    setups = {
+        (side, rank): Setup(
+            side=side,
+            rank=rank,
+            num_trainers=num_trainers,
+            num_engine_ranks=num_engine_ranks,
+            num_parts=num_parts,
+            model=model,
+            port=port,
+            precision=precision,
+        )
+        for side, count in counts.items()
+        for rank in range(count)
+    }
+    return Fleet(serve, setups)

@@ -17,11 +17,12 @@ from weft.cli.output import err, out, print_json, progress
 from weft.config import ReceiverMode
 from weft.core.topology import cluster_toml, load_topology
 from weft.devices import memory_kind
-from weft.errors import ConfigError, TransportUnavailable
+from weft.errors import ConfigError, TransportUnavailable, WeftError
 from weft.runtime.controller.planning import DEFAULT_TOPOLOGY
 
 if TYPE_CHECKING:
     from weft.bench.codec import CodecReport
+    from weft.bench.on_gpu.measure import GpuReport
     from weft.bench.transfer import Report, Row
 
 bench_app = typer.Typer(no_args_is_help=True, help="Measure this machine.")
@@ -34,33 +35,60 @@ def _root() -> None:
 
 @bench_app.command("transfer")
 def transfer_command(
-    model: Annotated[str, typer.Option(help="Whose tensor shapes to move.")] = "qwen2.5-0.5b",
-    case: Annotated[list[str] | None, typer.Option(help="tp, replicas; both by default.")] = None,
-    trainers: Annotated[int, typer.Option(min=1, max=64)] = 2,
-    engine_ranks: Annotated[int, typer.Option(min=1, max=64)] = 2,
+    model: Annotated[str | None, typer.Option(help="Whose tensor shapes to move.")] = None,
+    case: Annotated[list[str] | None, typer.Option(help="CPU: tp, replicas; both by default.")] = None,
+    trainers: Annotated[int | None, typer.Option(min=1, max=64, help="CPU: 2 by default; one on a GPU.")] = None,
+    engine_ranks: Annotated[int | None, typer.Option(min=1, max=64, help="2 by default; 1 on a GPU.")] = None,
     device: Annotated[str, typer.Option(help="cpu or cuda:0.")] = "cpu",
+    layers: Annotated[int | None, typer.Option(min=1, help="GPU: the first layers of the model only.")] = None,
+    precision: Annotated[list[str] | None, typer.Option(help="GPU: bf16, fp8; both by default.")] = None,
     mode: Annotated[list[str] | None, typer.Option(help="in_place, shadow, patch; all by default.")] = None,
     repeat: Annotated[int, typer.Option(min=1, max=1000, help="Versions per method; medians are shown.")] = 5,
     baselines: Annotated[bool, typer.Option(help="Also measure broadcast, gather and broadcast, file.")] = True,
     as_json: Json = False,
 ) -> None:
     """Move real tensor shapes between real processes by every method, verify every byte, compare with the limits."""
-    transfer = _load("transfer")
     modes = tuple(mode or ReceiverMode)
-    if not set(modes) <= set(ReceiverMode):
-        raise ConfigError(f"unknown mode `{modes[0]}`", hint=f"use {' or '.join(ReceiverMode)}")
-    wanted = transfer.cases(tuple(case or ("tp", "replicas")), num_trainers=trainers, num_engine_ranks=engine_ranks)
-    if memory_kind(device) != "cpu":
-        _check_cuda()
+    if unknown := set(modes) - set(ReceiverMode):
+        raise ConfigError(f"unknown mode `{unknown.pop()}`", hint=f"use {' or '.join(ReceiverMode)}")
     logging.disable(logging.WARNING)  # members that leave are no news here
-    with progress() as say:
-        report = transfer.measure(
-            model, wanted, device=device, repeat=repeat, baseline=baselines, say=_tell(say), modes=modes
+    if memory_kind(device) == "cpu":
+        if layers is not None or precision:
+            raise ConfigError("--layers and --precision are for GPUs", hint="`weft bench fp8` measures FP8 on CPUs")
+        transfer = _load("transfer")
+        wanted = transfer.cases(
+            tuple(case or ("tp", "replicas")), num_trainers=trainers or 2, num_engine_ranks=engine_ranks or 2
         )
+        with progress() as say:
+            report = transfer.measure(
+                model or "qwen2.5-0.5b", wanted, repeat=repeat, baseline=baselines, say=_tell(say), modes=modes
+            )
+        show: Callable[[Any], None] = _show
+    else:
+        if case or trainers not in (None, 1):
+            raise ConfigError("one trainer and one engine share the GPU", hint="leave --case and --trainers out")
+        _check_cuda()
+        on_gpu = _load("on_gpu.measure")
+        moved = on_gpu.GpuCase(
+            model=model or on_gpu.DEFAULT_MODEL, num_layers=layers, num_parts=engine_ranks or 1, device=device
+        )
+        with progress() as say:
+            report = on_gpu.measure(
+                moved,
+                precisions=tuple(precision or on_gpu.PRECISIONS),
+                modes=modes,
+                repeat=repeat,
+                baseline=baselines,
+                say=_tell(say),
+            )
+        show = _show_gpu
     if as_json:
         print_json(report.to_json())
     else:
-        _show(report)
+        show(report)
+    wrong = [row.method for row in report.rows if row.verified is False]
+    if wrong:
+        raise WeftError(f"{wrong[0]} did not bring every byte")
 
 
 @bench_app.command("links")
@@ -231,8 +259,31 @@ def _tell(say: Callable[[str], None]) -> Callable[[str], None]:
     return lambda text: err.print(escape(text))
 
 
+def _show_gpu(report: GpuReport) -> None:
+    title = f"{report.model}, {report.num_layers} layers, {report.num_tensors:,} tensors, {report.engine}"
+    table = Table(title=f"{title}, on {report.device}", title_justify="left")
+    for name in ("method", "to", "GB", "ms", "limit ms", "of limit", "write ms", "pause ms", "verified"):
+        table.add_column(name, justify="left" if name in ("method", "to") else "right")
+    for row in report.rows:
+        table.add_row(
+            row.method,
+            row.precision,
+            f"{row.trainer_bytes / 1e9:.1f}",
+            f"{row.seconds * 1e3:.1f}",
+            f"{row.limit_s * 1e3:.1f}",
+            f"{row.fraction_of_limit:.2f}",
+            "" if row.write_s is None else f"{row.write_s * 1e3:.1f}",
+            "" if row.pause_s is None else f"{row.pause_s * 1e3:.1f}",
+            "yes" if row.verified else "NO",
+        )
+    out.print(table)
+    out.print(f"the device's own copy reads and writes {report.copy_gb_per_s / 1e3:.2f} TB/s")
+    for name, why in report.missing.items():
+        err.print(f"{name}: not measured: {escape(why)}")
+
+
 def _show(report: Report) -> None:
-    table = Table(title=f"{report.model} on {report.device}", title_justify="left")
+    table = Table(title=f"{report.model} on CPUs", title_justify="left")
     for name in (
         "case",
         "method",

@@ -70,7 +70,7 @@ def _show(name: str, report: RehearsalReport) -> None:
         "longest silence": f"{report.longest_silence_s:.3f} s",
         "a version": (
             f"{report.controller_cpu_ms_per_version:.0f} ms of the controller's processor time, "
-            f"{_mib(report.amax_bytes)} of magnitudes, {report.version_s:.2f} s on this machine"
+            f"{_mib(report.magnitude_bytes)} of magnitudes, {report.version_s:.2f} s on this machine"
         ),
         "heartbeats": f"{report.heartbeat_cpu_share:.1%} of one core",
         "writes": f"{report.num_writes:,} counted, {report.planned_writes:,} planned",

@@ -7,12 +7,12 @@ engine wants them, in the order in which they are sent.
     converter.find_amax(0)                                   # a group of grids
     found = converter.amax(converter.cut[0])                 # to be exchanged: the maximum over all holders
     converter.agree(0, agreed)
-    converter.fill(chunk, image)
+    wait = converter.fill(chunk, image)                      # None where it is filled already
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol, overload
 
@@ -31,6 +31,8 @@ from weft.devices import CPU
 from weft.errors import CodecError
 
 Int64s = NDArray[np.int64]
+Wait = Callable[[], None]
+"""Returns when something that was begun is done, or raises what went wrong."""
 DTYPES = tuple(DTYPE_BYTES)
 """Numbers of dtypes in tables."""
 DTYPE_WIDTHS = np.array([DTYPE_BYTES[dtype] for dtype in DTYPES], dtype=np.int64)
@@ -114,6 +116,11 @@ class Converter(Protocol):
     """For each group: the blocks that must be agreed on, as indexes among all blocks of all grids."""
     keys: list[NDArray[np.int64]]
     """For each group: the same blocks, by numbers that all trainers know."""
+    cut_grids: list[NDArray[np.int64]]
+    """For each group: the grids these blocks belong to."""
+
+    def looks_before(self, group: int) -> bool:
+        """Whether `find_amax` has anything to find."""
 
     def find_amax(self, group: int) -> None:
         """Find the largest magnitude of every block of a group, as far as they are here."""
@@ -124,8 +131,8 @@ class Converter(Protocol):
     def agree(self, group: int, amax: Floats) -> None:
         """The magnitudes of a group's cut blocks are known: make the scales."""
 
-    def fill(self, chunk: ChunkFill, image: int) -> None:
-        """Fill a chunk of an image at some address."""
+    def fill(self, chunk: ChunkFill, image: int) -> Wait | None:
+        """Fill a chunk of an image at some address, or begin to: what is returned waits until it is filled."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,7 +155,7 @@ class CpuConverter:
         """Grids sorted by group."""
         self._grids, self._allow_nonfinite = grids, allow_nonfinite
         self.spread = BlockSpread(grids)
-        self.cut, self.keys = self.spread.cut, self.spread.keys
+        self.cut, self.keys, self.cut_grids = self.spread.cut, self.spread.keys, self.spread.cut_grids
         self._amax, self._scale, self._factor = (np.zeros(self.spread.num_blocks, dtype=np.float32) for _ in range(3))
         boxes = grids.boxes
         memory = np.stack([boxes.address, boxes.stride, *boxes.extent.T, boxes.width, *boxes.first.T], axis=1)
@@ -160,6 +167,10 @@ class CpuConverter:
         """(n, 4): rows and columns of a block, blocks in a row, and where the numbers of all blocks of a grid are."""
         across, address = self._grids.shape[grid, 1], numbers.ctypes.data + 4 * self.spread.starts[grid]
         return np.stack([*self._grids.block[grid].T, across, address], axis=1)
+
+    def looks_before(self, group: int) -> bool:
+        """Chunks are filled with the magnitudes that were found."""
+        return len(self.spread.grids_of(group)) > 0
 
     def find_amax(self, group: int) -> None:
         """Raises CodecError, naming the tensor, for numbers that are not finite."""

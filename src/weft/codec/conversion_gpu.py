@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from weft.codec import cast_kernels, fp8_kernels
 from weft.codec.cast import KINDS
-from weft.codec.conversion import DTYPES, ChunkFill, Conversion
+from weft.codec.conversion import DTYPES, ChunkFill, Conversion, Wait
 from weft.codec.fp8 import Box, Grid
 from weft.codec.grids import BlockSpread, HeldGrids
 from weft.codec.matrix_tiles import SIDE, MatrixBox, MatrixTiles
@@ -29,6 +29,7 @@ from weft.errors import CodecError
 from weft.gpu import GpuWork
 
 Int64s = NDArray[np.int64]
+_DIVERGED = "the policy has diverged, or allow_nonfinite"
 Tables = tuple[tuple[int, torch.Tensor], ...]
 """Tiles by the bytes of their elements: a launch for each."""
 
@@ -64,14 +65,20 @@ class GpuConverter:
     def __init__(self, work: GpuWork, grids: HeldGrids, *, allow_nonfinite: bool = False) -> None:
         self._grids, self._allow_nonfinite, self._work = grids, allow_nonfinite, work
         self.spread = BlockSpread(grids)
-        self.cut, self.keys = self.spread.cut, self.spread.keys
+        self.cut, self.keys, self.cut_grids = self.spread.cut, self.spread.keys, self.spread.cut_grids
         self._amax = torch.zeros(max(self.spread.num_blocks, 1), dtype=torch.float32, device=work.device)
         self._wild = torch.zeros(1 + len(grids), dtype=torch.int32, device=work.device)
-        """Elements that are not finite: all of them, and those of each grid."""
+        """Elements that are not finite, of chunks that are filled: all of them, and those of each grid."""
+        self._wild_before = torch.zeros_like(self._wild)
+        """The same, of what `find_amax` looks at, on another thread."""
         self._cut = [work.upload(blocks) for blocks in self.cut]
         self._is_sought = self._sought_before()
         self._searches: dict[int, _Search] = {}
         self._programs: dict[int, _ChunkProgram] = {}
+
+    def looks_before(self, group: int) -> bool:
+        """Whether some blocks are cut, or larger than a tile."""
+        return bool(self._is_sought[self.spread.blocks_of(group)].any())
 
     def find_amax(self, group: int) -> None:
         """Find magnitudes that are needed before chunks are filled; without any, nothing is done or waited for.
@@ -85,8 +92,10 @@ class GpuConverter:
                 self._searches[group] = self._search(blocks, self.spread.grids_of(group))
             search = self._searches[group]
             if len(search.blocks):
-                self._find(search)
-                self._check_finite(self.spread.grids_of(group))
+                self._find(search, self._wild_before)
+                if not self._allow_nonfinite and int(self._wild_before[0].item()):
+                    self._raise_if_wild(self.spread.grids_of(group), self._wild_before)
+                    raise CodecError("weights have elements that are not finite", hint=_DIVERGED)
 
     def amax(self, blocks: Int64s) -> Floats:
         """Magnitudes of some blocks."""
@@ -102,15 +111,15 @@ class GpuConverter:
             with self._work.queue():
                 self._amax[self._cut[group]] = self._work.upload(amax)
 
-    def fill(self, chunk: ChunkFill, image: int) -> None:
-        """Copy rows, convert boxes, write scales. Raises CodecError for numbers that are not finite, as `find_amax`."""
-        with self._work.stream():
+    def fill(self, chunk: ChunkFill, image: int) -> Wait:
+        """Queue copies, conversions and scales. The wait raises CodecError for numbers that are not finite."""
+        with self._work.queue():
             program = self._program(chunk)
             if len(chunk.planes):
                 if image not in program.copies:
                     program.copies[image] = chunk.planes.moved(dst=image)
                 self._work.queue_copy(program.copies[image])
-            self._find(program.search)
+            self._find(program.search, self._wild)
             for width, table in program.quantized:
                 fp8_kernels.quantize(
                     table, image, self._amax, self._wild, width=width, allow_nonfinite=self._allow_nonfinite
@@ -118,29 +127,37 @@ class GpuConverter:
             for src_dtype, dst_dtype, table in program.casts:
                 cast_kernels.cast(table, image, src_dtype, dst_dtype)
             fp8_kernels.write_scales(program.scales, image, self._amax)
-            if program.grids:
-                self._check_finite(program.grids)
+            num_wild = self._work.fetch(self._wild[:1]) if program.grids and not self._allow_nonfinite else None
+            done = self._work.marker()
 
-    def _find(self, search: _Search) -> None:
+        def wait() -> None:
+            done.synchronize()
+            if num_wild is not None and int(num_wild):
+                self._raise_if_wild(program.grids, self._wild)
+
+        return wait
+
+    def _find(self, search: _Search, wild: torch.Tensor) -> None:
         if len(search.blocks):
             self._amax.index_fill_(0, search.blocks, 0.0)
             for width, table in search.tiles:
-                fp8_kernels.add_amax(table, self._amax, self._wild, width=width)
+                fp8_kernels.add_amax(table, self._amax, wild, width=width)
 
-    def _check_finite(self, grids: Sequence[int]) -> None:
-        """Raise CodecError if some number that was read of these grids is not finite. Waits for the stream."""
-        if self._allow_nonfinite or not int(self._wild[0].item()):
-            return
-        self._wild.zero_()
-        for width, table in self._search(np.arange(self.spread.num_blocks), grids).tiles:
-            fp8_kernels.add_amax(table, self._amax, self._wild, width=width)
-        wild = self._wild[1:].tolist()
-        self._wild.zero_()
-        number, count = next((number, count) for number, count in enumerate(wild) if count)
-        raise CodecError(
-            f"`{self._grids[number].name}` has {count} elements that are not finite",
-            hint="the policy has diverged, or allow_nonfinite",
-        )
+    def _raise_if_wild(self, grids: Sequence[int], counts: torch.Tensor) -> None:
+        """Raise, naming the tensor, if some number of these grids is not finite; it may be one of a chunk before, whose
+        own wait has raised. Either way the count begins anew, and the version has failed.
+        """
+        with self._work.queue():
+            counts.zero_()
+            for width, table in self._search(np.arange(self.spread.num_blocks), grids).tiles:
+                fp8_kernels.add_amax(table, self._amax, counts, width=width)
+            wild = counts[1:].tolist()
+            counts.zero_()
+        for number in np.flatnonzero(wild)[:1].tolist():
+            raise CodecError(
+                f"`{self._grids[number].name}` has {wild[number]} elements that are not finite",
+                hint=_DIVERGED,
+            )
 
     def _sought_before(self) -> NDArray[np.bool_]:
         """Which blocks `find_amax` looks for: those that are cut, and those larger than a tile."""

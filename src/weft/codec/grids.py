@@ -150,6 +150,8 @@ class BlockSpread:
         keys = cut - self.starts[grid] + grids.first_key[grid]
         self.keys = np.split(keys, borders) if self.num_groups else []
         """For each group: the same blocks, by numbers that all trainers know."""
+        self.cut_grids = np.split(grid, borders) if self.num_groups else []
+        """For each group: the grids these blocks belong to."""
 
     def _cut_blocks(self) -> Int64s:
         """Blocks of which other holders may have a part too, sorted."""

@@ -76,6 +76,17 @@ class GpuWork:
             yield
             self._stream.synchronize()
 
+    def fetch(self, values: torch.Tensor) -> torch.Tensor:
+        """A copy in host memory, queued on the current stream: there when a later `marker` is reached."""
+        found = torch.empty(values.shape, dtype=values.dtype, pin_memory=self.device.type == "cuda")
+        return found.copy_(values, non_blocking=True)
+
+    def marker(self) -> torch.cuda.Event:
+        """Reached when what was queued on this object's stream is done."""
+        done = torch.cuda.Event()
+        done.record(self._stream)
+        return done
+
     def synchronize(self) -> None:
         """Wait for everything queued on the device, on any stream of this process."""
         torch.cuda.synchronize(self.device)
@@ -112,13 +123,13 @@ class GpuWork:
 
     def start_copy(self, planes: Planes, *, is_digested: bool) -> Callable[[], int]:
         """Start copying planes; what is returned waits for that, and gives the digest, or 0 where none is wanted."""
-        done, found = torch.cuda.Event(), None
+        found = None
         with self.queue():
             if is_digested:
                 found = self._queue_digest(planes, is_copied=True)
             else:
                 self.queue_copy(planes)
-            done.record(self._stream)
+            done = self.marker()
 
         def wait() -> int:
             done.synchronize()
@@ -142,12 +153,11 @@ class GpuWork:
     def _queue_digest(self, planes: Planes, *, is_copied: bool) -> torch.Tensor:
         """Digest planes, and copy them, on the current stream; the sum lies in host memory when that is done."""
         work = self._walk(planes, is_copied=is_copied, is_digested=True)
-        found = torch.zeros(1, dtype=torch.int64, pin_memory=self.device.type == "cuda")
-        if len(work.tiles):
-            sums = torch.empty(len(work.tiles), dtype=torch.int64, device=self.device)
-            walk(work.planes, work.tiles, self._keys, sums, is_copied=is_copied)
-            found.copy_(sums.sum(), non_blocking=True)
-        return found
+        if not len(work.tiles):
+            return torch.zeros(1, dtype=torch.int64)
+        sums = torch.empty(len(work.tiles), dtype=torch.int64, device=self.device)
+        walk(work.planes, work.tiles, self._keys, sums, is_copied=is_copied)
+        return self.fetch(sums.sum())
 
     def _walk(self, planes: Planes, *, is_copied: bool, is_digested: bool) -> _Walk:
         """The launch for planes, made at their first use."""

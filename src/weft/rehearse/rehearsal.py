@@ -55,8 +55,8 @@ class RehearsalReport:
     num_versions: int
     version_s: float
     """From the first trainer's wish to write until the last engine had committed, of the last version."""
-    amax_bytes: int
-    """Magnitudes of FP8 blocks that passed the controller for a version."""
+    magnitude_bytes: int
+    """Magnitudes of FP8 blocks that trainers told each other for a version."""
     controller_cpu_ms_per_version: float
     """Of its whole process, heartbeats not counted."""
     heartbeat_cpu_share: float
@@ -177,7 +177,7 @@ class _Rehearsal:
         self._facts |= {
             "num_versions": num_versions,
             "version_s": known.last_version_s,
-            "amax_bytes": known.last_amax_bytes,
+            "magnitude_bytes": known.last_magnitude_bytes,
             "controller_cpu_ms_per_version": used * 1e3 / num_versions,
             "heartbeat_cpu_share": share,
             "num_writes": counted,

@@ -25,8 +25,14 @@ def main() -> int:
     options = _options()
     outcomes: list[Outcome] = []
     for transport, mode in itertools.product(options.transport or TRANSPORTS, options.mode or MODES):
+        if mode == "patch" and options.precision == "fp8":
+            continue
         settings = StormSettings(
-            transport=transport, mode=mode, rows=options.rows, ranks_per_engine=options.ranks_per_engine
+            transport=transport,
+            mode=mode,
+            rows=options.rows,
+            ranks_per_engine=options.ranks_per_engine,
+            precision=options.precision,
         )
         seeds, num_left = itertools.count(options.seed), options.versions
         while num_left > 0:
@@ -47,6 +53,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=1, help="the first one")
     parser.add_argument("--rows", type=int, default=1024, help="of each tensor: 1024 make 16 MiB of weights")
     parser.add_argument("--ranks-per-engine", type=int, default=1, choices=(1, 2))
+    parser.add_argument("--precision", default="fp32", choices=("fp32", "fp8"), help="of engines")
     parser.add_argument("--json", type=Path, help="write everything there")
     return parser.parse_args()
 

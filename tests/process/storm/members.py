@@ -18,6 +18,7 @@ import numpy as np
 
 from tests.process.storm import contents
 from tests.process.storm.gate import WriteGate
+from tests.process.storm.quantized import EngineNumbers, TrainerNumbers
 from tests.process.storm.settings import StormSettings
 from weft.config import TransferSettings
 from weft.errors import WeftError
@@ -98,7 +99,8 @@ def controller(pipe: Pipe, port: int, settings: StormSettings) -> None:
 
 def trainer(pipe: Pipe, address: str, settings: StormSettings, rank: int) -> None:
     """Publishes the versions it is asked for, and tells how each ended and after how long."""
-    mine = contents.of_trainer(settings, rank)
+    is_fp8 = settings.precision == "fp8"
+    mine = TrainerNumbers(settings, rank) if is_fp8 else contents.of_trainer(settings, rank)
     arrays = mine.empty()
     gate = WriteGate(pipe.tell)
     weights = Weights.from_arrays(arrays, parts=mine.parts)
@@ -150,7 +152,8 @@ class _Serving:
 
     def __init__(self, pipe: Pipe, settings: StormSettings, rank: int, seed: int) -> None:
         self._pipe, self._settings = pipe, settings
-        self._mine = contents.of_engine(settings, rank)
+        is_fp8 = settings.precision == "fp8"
+        self._mine = EngineNumbers(settings, rank) if is_fp8 else contents.of_engine(settings, rank)
         self._arrays = self._mine.empty()
         self._rng = random.Random(seed)
         self._must_hold = False
@@ -165,11 +168,12 @@ class _Serving:
 
     def _rehome(self, allocate: Callable[[int], Memory]) -> Weights:
         memory = allocate(sum(array.nbytes for array in self._arrays.values()))
-        room = np.frombuffer(memory.keep.buffer, dtype=np.float32, count=memory.num_bytes // 4)
-        pieces = np.split(room, len(self._arrays))
-        for (name, old), piece in zip(list(self._arrays.items()), pieces, strict=True):
-            self._arrays[name] = piece.reshape(old.shape)
+        at = 0
+        for name, old in list(self._arrays.items()):
+            room = np.frombuffer(memory.keep.buffer, dtype=old.dtype, count=old.size, offset=at)
+            self._arrays[name] = room.reshape(old.shape)
             self._arrays[name][...] = old
+            at += old.nbytes
         return self.weights()
 
     def step(self) -> bool:

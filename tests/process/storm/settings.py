@@ -21,6 +21,8 @@ class StormSettings:
     num_engine_ranks: int = 2
     ranks_per_engine: int = 1
     num_tensors: int = 4
+    precision: str = "fp32"
+    """Of engines; trainers hold FP32. `fp8`: not with patches, whose contents are others."""
     rows: int = 1024
     silence_s: float = 1.5
     version_s: float = 6.1
@@ -40,7 +42,7 @@ class StormSettings:
     @property
     def engine_bytes(self) -> int:
         """Of the weights one engine rank holds."""
-        return self.num_bytes // self.ranks_per_engine
+        return self.num_bytes // self.ranks_per_engine // (4 if self.precision == "fp8" else 1)
 
     @property
     def end_s(self) -> float:

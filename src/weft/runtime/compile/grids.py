@@ -66,8 +66,6 @@ class TrainerGrids:
     def __init__(self, plan: Plan, groups: ScaleGroups, tensors: Ints, boxes: Int64s) -> None:
         self.tensors = tensors
         """Numbers of trainer tensors, sorted by group."""
-        self.groups = frozenset(groups.group[tensors].tolist())
-        """Groups of which this trainer holds something."""
         self._plan, self._all, self._boxes = plan, groups, boxes
 
     def encode(self) -> bytes:

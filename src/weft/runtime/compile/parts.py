@@ -26,8 +26,9 @@ from weft.runtime.compile.grids import TrainerGrids, trainer_grids
 from weft.runtime.compile.holding import LayoutRows
 from weft.runtime.compile.link_boxes import PlanBoxes
 from weft.runtime.compile.links import member_links
+from weft.runtime.compile.sharing import Neighbours
 from weft.runtime.control.held import HeldTable
-from weft.runtime.control.messages import Join, Opened, ReceivePlan, SendPlan, Source, Target, unpack
+from weft.runtime.control.messages import Holder, Join, Opened, ReceivePlan, SendPlan, Source, Target, unpack
 from weft.transport.base import Endpoint
 
 ALIGN = 256
@@ -77,6 +78,7 @@ class Parts:
         self._shards = _trainer_shards(plan, self._trainers)
         self._tensors = _engine_tensors(plan, self._engines)
         self._grids = {t: trainer_grids(plan, groups, t, self._shards[t]) for t in self._trainers}
+        self._neighbours = Neighbours.of(plan, groups)
         self._grid_numbers = {t: _grid_numbers(plan, grids) for t, grids in self._grids.items()}
         self._places = {e: digest_places(join.held.table) for e, join in self._engines.items()}
         self._tables: dict[tuple[int, int], LinkTable] = {}
@@ -127,11 +129,10 @@ class Parts:
         """Whether engines drain something into their live weights."""
         return bool(self._landing_bytes.any()) and self._settings.mode is not ReceiverMode.SHADOW
 
-    @property
-    def holders(self) -> dict[int, frozenset[int]]:
-        """For each group of quantised matrices, the trainers that hold some of it."""
-        groups = frozenset().union(*(grids.groups for grids in self._grids.values()))
-        return {group: frozenset(t for t, grids in self._grids.items() if group in grids.groups) for group in groups}
+    def asking(self, trainer: int) -> list[int] | None:
+        """Trainers that connect to this one to exchange magnitudes; None if it takes no part."""
+        asking = self._neighbours.clients_of(trainer)
+        return asking if asking or self._neighbours.servers_of(trainer) else None
 
     def owed(self, trainer: int) -> dict[int, int]:
         """What a trainer writes to each engine rank in a version that is sent whole."""
@@ -145,15 +146,24 @@ class Parts:
         landing, patches = int(self._landing_bytes[engine]), int(self._patch_room[:, engine].sum())
         return Opening(is_live=is_live, landing_bytes=landing, patch_bytes=patches)
 
-    def send_plan(self, trainer: int, opened: Mapping[int, Opened]) -> SendPlan:
-        """What one trainer writes. It begins with the engine rank of its own number, so that all are busy."""
-        engines = np.flatnonzero(self._linked[trainer]).tolist()
+    def send_plan(self, trainer: int, engines: Mapping[int, Opened], trainers: Mapping[int, Opened]) -> SendPlan:
+        """What one trainer writes. It begins with the engine rank of its own number, so that all are busy.
+
+        `engines` and `trainers`: what these have opened.
+        """
+        linked = np.flatnonzero(self._linked[trainer]).tolist()
         first = trainer % max(len(self._engines), 1)
-        ordered = [e for e in engines if e >= first] + [e for e in engines if e < first]
+        ordered = [e for e in linked if e >= first] + [e for e in linked if e < first]
+        servers = {holder: trainers[holder].magnitudes for holder in self._neighbours.servers_of(trainer)}
+        grids = self._grids[trainer]
+        roles = self._neighbours.roles(self._plan.trainer.groups, trainer, grids.tensors)
         return SendPlan(
             plan_digest=self._digest,
-            targets=[self._target(trainer, engine, opened[engine]) for engine in ordered],
-            grids=self._grids[trainer].encode(),
+            targets=[self._target(trainer, engine, engines[engine]) for engine in ordered],
+            grids=grids.encode(),
+            roles=squeeze({"role": roles}),
+            round=trainers[trainer].round,
+            holders=[Holder(trainer=holder, server=server) for holder, server in servers.items() if server is not None],
         )
 
     def _target(self, trainer: int, engine: int, opened: Opened) -> Target:

@@ -3,10 +3,10 @@
     consumes      frames from the network                  produces      decoded messages of one msgspec union
     waits for     a message, at most `timeout_s`           unblocked by  the network, or `close` from the same thread
 
-A Server (the controller) talks to many Clients (members). Without keys a server listens on loopback only. A client
-greets first; the server admits it by its name and key, or refuses it with a reason. Messages of any other peer are
-counted and dropped. A peer that floods, sends junk or does not read costs the server a bounded amount of memory and
-stops nobody else: no send waits, and high-water marks hold in both directions.
+A Server (the controller, or a trainer that tells others magnitudes) talks to many Clients (members). Without keys a
+server listens on loopback only. A client greets first; the server admits it by its name and key, or refuses it with a
+reason. Messages of any other peer are counted and dropped. A peer that floods, sends junk or does not read costs the
+server a bounded amount of memory and stops nobody else: no send waits, and high-water marks hold in both directions.
 
 ZeroMQ's own heartbeats stay off. libzmq 4.3.5 aborts the process when a heartbeat is due on a connection that broke
 while its inbound queue was full. Members beat by themselves; a host that is gone is noticed by TCP.
@@ -29,7 +29,7 @@ import socket
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from math import ceil
 from typing import Any, Self
@@ -147,7 +147,7 @@ class _Peer:
     """When a frame of the backlog was taken, or the backlog began."""
 
 
-class _Alarm:
+class Alarm:
     """Wakes the thread that waits at a socket, from any other thread."""
 
     def __init__(self) -> None:
@@ -172,7 +172,7 @@ class _Alarm:
 
 
 class Server:
-    """The controller's end. Used by one thread; `wake` is for others."""
+    """The end that many connect to. Used by one thread; `wake` is for others."""
 
     def __init__(
         self,
@@ -183,8 +183,9 @@ class Server:
         objection: Callable[[str], str | None] = lambda _: None,
         keys: ServerKeys | None = None,
         max_message_bytes: int = MAX_MESSAGE_BYTES,
+        context: zmq.Context[Any] | None = None,
     ) -> None:
-        """`objection`: why a member of this name is not admitted; None if it is."""
+        """`objection`: why a member of this name is not admitted; None if it is. `context`: the caller's, shared."""
         _check_bind(address, has_keys=keys is not None)
         self._protocol, self._objection = protocol, objection
         self._allowed = None if keys is None else keys.allowed
@@ -200,8 +201,8 @@ class Server:
         self._flushed_at, self._checked_keys_at, self._tidied_at = 0.0, 0.0, 0.0
         self._answered: OrderedDict[tuple[str, Kind], float] = OrderedDict()
         """When a stranger got an answer of this kind last, oldest first."""
-        self._alarm = _Alarm()
-        self._context = zmq.Context()
+        self._alarm = Alarm()
+        self._context, self._owns_context = context or zmq.Context(), context is None
         self._authenticator: zmq.auth.thread.ThreadAuthenticator | None = None
         self._socket = self._context.socket(zmq.ROUTER)
         try:
@@ -338,13 +339,13 @@ class Server:
     def _refusal(self, member: str, protocol: int, key: str) -> tuple[Kind, str, str] | None:
         """Why a member is not admitted, with a hint; None if it is."""
         if protocol != self._protocol:
-            reason = f"it speaks protocol {protocol}, the controller protocol {self._protocol}"
+            reason = f"it speaks protocol {protocol}, the other side protocol {self._protocol}"
             return Kind.REFUSED, reason, "install the same version of weft on both sides"
         if self._allowed is not None:
             named = parse_member(member)
             reason = "its name has no side and rank" if named is None else self._allowed.objection(key, *named) or ""
             if reason:
-                return Kind.DENIED, reason, "see `weft keys`; the controller notices changes in its folder of keys"
+                return Kind.DENIED, reason, "see `weft keys`; a controller notices changes in its folder of keys"
         objection = self._objection(member)
         if objection is not None:
             return Kind.REFUSED, objection, "check ranks, and how many members the controller was started for"
@@ -446,6 +447,16 @@ class Server:
         peers = [(connection, self._peers[connection]) for connection in self._blocked]
         return [name for name, peer in peers if peer.moved_at < limit or peer.backlog_bytes > MAX_BACKLOG_BYTES]
 
+    @property
+    def has_keys(self) -> bool:
+        """Whether connections are authenticated."""
+        return self._allowed is not None
+
+    def key_of(self, connection: str) -> str:
+        """The public key an admitted connection was authenticated with; empty without keys."""
+        peer = self._peers.get(connection)
+        return peer.key if peer is not None else ""
+
     def revoked(self) -> dict[str, str]:
         """Connections whose key does not permit them any more, and why."""
         allowed, now = self._allowed, time.monotonic()
@@ -460,17 +471,28 @@ class Server:
                 found[connection] = reason
         return found
 
+    @property
+    def is_blocked(self) -> bool:
+        """Whether something waits until a member reads."""
+        return bool(self._blocked)
+
+    @property
+    def sources(self) -> Sequence[Any]:
+        """What to wait at, for those who wait for more than this."""
+        return (self._socket,)
+
     def statistics(self) -> ChannelStatistics:
         """A snapshot of the counters."""
         return replace(self._statistics)
 
-    def close(self) -> None:
-        """Stop listening; unsent messages are dropped."""
+    def close(self, *, linger_s: float = 0.0) -> None:
+        """Stop listening; messages that were not sent so much later are dropped."""
         self._alarm.close()
-        self._socket.close(linger=0)
+        self._socket.close(linger=ceil(linger_s * 1e3))
         if self._authenticator is not None:
             self._authenticator.stop()
-        self._context.term()
+        if self._owns_context:
+            self._context.term()
 
     def __enter__(self) -> Self:
         return self
@@ -493,7 +515,7 @@ class _AllowList:
 
 
 class Client:
-    """A member's end. Used by one thread."""
+    """The end of a member that connects. Used by one thread."""
 
     def __init__(
         self,
@@ -504,12 +526,16 @@ class Client:
         protocol: int = 0,
         keys: ClientKeys | None = None,
         max_message_bytes: int = MAX_MESSAGE_BYTES,
+        server: str = "the controller",
+        context: zmq.Context[Any] | None = None,
     ) -> None:
+        """`server`: what it is called in errors. `context`: the caller's, shared."""
         _host_of(address)
         if not 0 < len(member.encode()) <= MAX_MEMBER_BYTES or not member.isascii():
             raise ConfigError(f"`{member}` cannot name a member", hint=f"1 to {MAX_MEMBER_BYTES} ASCII characters")
         self.member = member
-        self._server, self._protocol, self._max_message_bytes = address, protocol, max_message_bytes
+        self._server = f"{server} at `{address}`"
+        self._protocol, self._max_message_bytes = protocol, max_message_bytes
         self._decoder = msgspec.msgpack.Decoder(messages)
         self._encoder = msgspec.msgpack.Encoder()
         self._greeting = 0
@@ -519,36 +545,35 @@ class Client:
         self._backlog_bytes = 0
         self._may_be_wrong_key = keys is not None
         """Whether no handshake has succeeded yet. Without keys, or later, a server that hangs up is just not there."""
+        self.num_connections = 0
+        """How often it was connected: once more whenever the connection was cut and made again."""
         self._first_cut: float | None = None
         self._num_cut_handshakes = 0
-        self._context = zmq.Context()
-        self._socket = self._context.socket(zmq.DEALER)
-        self._socket.setsockopt(zmq.IDENTITY, f"{member} {secrets.token_hex(4)}".encode())
-        if keys is not None:
-            self._socket.curve_serverkey = keys.server_public.encode()
-            self._socket.curve_publickey = keys.own.public.encode()
-            self._socket.curve_secretkey = keys.own.secret.encode()
-        _bound(self._socket)
-        self._monitor = self._socket.get_monitor_socket(
-            zmq.EVENT_HANDSHAKE_FAILED_AUTH
-            | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
-            | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
-            | zmq.EVENT_HANDSHAKE_SUCCEEDED
-        )
-        self._alarm = _Alarm()
+        self._context, self._owns_context = context or zmq.Context(), context is None
+        try:
+            self._socket, self._monitor = _connected(self._context, address, member, keys)
+        except zmq.ZMQError as error:
+            if self._owns_context:
+                self._context.term()
+            raise ConfigError(f"{member} cannot connect to {self._server}: {error.strerror}") from error
+        self._alarm = Alarm()
         self.spin_s = SPIN_S
         """How long after a message to look for the next without sleeping; may be set from any thread."""
         self._spin_until = 0.0
         self._sources: list[Any] = [
             (source, zmq.POLLIN) for source in (self._socket, self._monitor, self._alarm.descriptor)
         ]
-        self._socket.connect(address)
         self._greet()
 
     @property
     def is_blocked(self) -> bool:
         """Whether what is sent now has to wait until the server reads."""
         return bool(self._backlog)
+
+    @property
+    def sources(self) -> Sequence[Any]:
+        """What to wait at, for those who wait for more than this."""
+        return self._socket, self._monitor
 
     def wake(self) -> None:
         """Make a waiting `receive` return at once; may be called from any thread."""
@@ -557,11 +582,11 @@ class Client:
     def send(self, message: Any) -> None:
         """Queue a message; it leaves as soon as the server can be reached. Never waits."""
         self._spin_until = time.monotonic() + self.spin_s
-        data = _encoded(self._encoder, message, "the controller", self._max_message_bytes)
+        data = _encoded(self._encoder, message, self._server, self._max_message_bytes)
         if self._backlog_bytes > MAX_BACKLOG_BYTES:
             raise ProtocolError(
-                f"{self.member} cannot send: the controller at `{self._server}` does not take messages",
-                hint="is the controller running?",
+                f"{self.member} cannot send: {self._server} does not take messages",
+                hint="is it running?",
             )
         frames = cut(data, protocol=self._protocol, greeting=self._greeting, first=self._next_number)
         self._next_number += len(frames)
@@ -631,9 +656,7 @@ class Client:
         """A message, if this frame completes one."""
         frame = parse(parts[0]) if len(parts) == 1 else None
         if frame is None:
-            raise ProtocolError(
-                f"the controller at `{self._server}` sent an invalid frame", hint="does it run another version of weft?"
-            )
+            raise ProtocolError(f"{self._server} sent an invalid frame", hint="does it run another version of weft?")
         if frame.greeting != self._greeting:
             return None  # an answer to what is over
         match frame.kind:
@@ -654,22 +677,23 @@ class Client:
             self._greet()
             return Reset()
         except (FragmentError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            raise ProtocolError(f"the controller at `{self._server}` sent an invalid message: {error}") from error
+            raise ProtocolError(f"{self._server} sent an invalid message: {error}") from error
 
     def _raise_refusal(self, frame: Frame) -> None:
         reason, _, hint = frame.payload.decode(errors="replace").partition("\0")
         kind = AuthError if frame.kind is Kind.DENIED else ProtocolError
-        raise kind(f"the controller at `{self._server}` refused {self.member}: {reason}", hint=hint or None)
+        raise kind(f"{self._server} refused {self.member}: {reason}", hint=hint or None)
 
     def _see(self, event: Any) -> None:
         """How a handshake ended. A server that never answers, or is started anew, is no reason to give up."""
         match event["event"]:
             case zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 self._may_be_wrong_key = False
+                self.num_connections += 1
             case zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:
                 raise AuthError(
-                    f"the controller at `{self._server}` refused {self.member}",
-                    hint="its public key must be in the controller's folder of keys, and both sides must use keys",
+                    f"{self._server} refused {self.member}",
+                    hint="both sides must use keys, and the other one must admit this public key (see `weft keys`)",
                 )
             case _ if self._may_be_wrong_key and event["value"] in (errno.EPIPE, errno.ECONNRESET):
                 self._count_cut_handshake()
@@ -681,7 +705,7 @@ class Client:
         self._num_cut_handshakes += 1
         if self._num_cut_handshakes >= MAX_CUT_HANDSHAKES and now - self._first_cut >= CUT_HANDSHAKES_S:
             raise AuthError(
-                f"the controller at `{self._server}` ends every handshake with {self.member}",
+                f"{self._server} ends every handshake with {self.member}",
                 hint="is this its public key? It hangs up on a wrong one. Both sides must use keys, or neither",
             )
 
@@ -693,19 +717,57 @@ class Client:
             self._push()
         time.sleep(max(deadline - time.monotonic(), 0.0))
 
-    def close(self) -> None:
-        """Disconnect; unsent messages are dropped."""
+    def close(self, *, linger_s: float = 0.0) -> None:
+        """Disconnect; messages that were not sent so much later are dropped."""
         self._alarm.close()
         self._socket.disable_monitor()
         self._monitor.close(linger=0)
-        self._socket.close(linger=0)
-        self._context.term()
+        self._socket.close(linger=ceil(linger_s * 1e3))
+        if self._owns_context:
+            self._context.term()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: Any) -> None:
         self.close()
+
+
+def _connected(context: zmq.Context[Any], address: str, member: str, keys: ClientKeys | None) -> tuple[Any, Any]:
+    """A client's socket, and one that tells how its handshakes end; neither is left behind when that fails."""
+    made = context.socket(zmq.DEALER)
+    monitor = None
+    try:
+        made.setsockopt(zmq.IDENTITY, f"{member} {secrets.token_hex(4)}".encode())
+        if keys is not None:
+            made.curve_serverkey = keys.server_public.encode()
+            made.curve_publickey = keys.own.public.encode()
+            made.curve_secretkey = keys.own.secret.encode()
+        _bound(made)
+        monitor = made.get_monitor_socket(
+            zmq.EVENT_HANDSHAKE_FAILED_AUTH
+            | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+            | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+            | zmq.EVENT_HANDSHAKE_SUCCEEDED
+        )
+        made.connect(address)
+    except zmq.ZMQError:
+        if monitor is not None:
+            made.disable_monitor()
+            monitor.close(linger=0)
+        made.close(linger=0)
+        raise
+    return made, monitor
+
+
+def wait_any(channels: Sequence[Server | Client], alarm: Alarm, timeout_s: float) -> None:
+    """Wait until one of these may have something to receive, or the alarm is rung."""
+    if any(channel.is_blocked for channel in channels):
+        timeout_s = min(timeout_s, FLUSH_S)
+    sources = [(source, zmq.POLLIN) for channel in channels for source in channel.sources]
+    sources.append((alarm.descriptor, zmq.POLLIN))
+    if alarm.descriptor in _ready(sources, time.monotonic() + timeout_s, 0.0):
+        alarm.silence()
 
 
 def _encoded(encoder: msgspec.msgpack.Encoder, message: Any, receiver: str, max_bytes: int) -> bytes:
@@ -757,6 +819,12 @@ def _bound(socket: zmq.Socket[bytes]) -> None:
     socket.setsockopt(zmq.TCP_KEEPALIVE_INTVL, DEAD_MS // 4000)
     socket.setsockopt(zmq.TCP_KEEPALIVE_CNT, 4)
     socket.setsockopt(zmq.LINGER, 0)
+
+
+def is_address(address: str) -> bool:
+    """Whether a client can connect to this."""
+    match = _ADDRESS.fullmatch(address)
+    return match is not None and match[2] != "*" and 0 < int(match[2]) < 65_536
 
 
 def _check_bind(address: str, *, has_keys: bool) -> None:

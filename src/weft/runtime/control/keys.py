@@ -163,6 +163,11 @@ def load_grant(path: Path) -> Grant:
     return Grant(public=_half(path, "public"), side=side, ranks=ranks, source=f"`{path}`")
 
 
+def is_key(text: str) -> bool:
+    """Whether this can be a public key."""
+    return _Z85.fullmatch(text) is not None
+
+
 class KeyRing:
     """The public keys a controller admits, and what each of them permits. May be asked from any thread; never raises.
 

@@ -1,9 +1,10 @@
-"""Everything that travels on the control plane. Version 7.
+"""Everything that travels on the control plane. Version 8.
 
-    member → controller   Join, Opened, Blocked, Want, Amax, Written, Stopped, At, Paused, Ready, Failed, Committed,
-                          Beat, Leave
-    controller → member   Welcome, Refused, Unknown, Open, CutOff, SendPlan, ReceivePlan, Expect, Go, Agreed, Verify,
-                          Boundary, Decide, Alive
+    member → controller   Join, Opened, Blocked, Want, Written, Stopped, At, Paused, Ready, Failed, Committed, Beat,
+                          Leave
+    controller → member   Welcome, Refused, Unknown, Open, CutOff, SendPlan, ReceivePlan, Expect, Go, Verify, Boundary,
+                          Decide, Alive
+    trainer → trainer     Introduction, Magnitudes
 
 Tables travel compressed (weft.runtime.compile.columns), other columns as little-endian 8-byte integers.
 """
@@ -22,7 +23,7 @@ from weft.transport.base import Column, Descriptor, Endpoint
 from weft.transport.host import ProcessIdentity
 from weft.transport.registry import Place
 
-PROTOCOL = 7
+PROTOCOL = 8
 STEPS_AHEAD = 2
 """How many steps an engine rank may go on while the ranks of its engine agree on a boundary."""
 
@@ -84,6 +85,14 @@ class Offer(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     descriptors: list[Descriptor]
 
 
+class MagnitudeServer(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Where a trainer exchanges with others the largest magnitudes of FP8 blocks they hold together."""
+
+    address: str
+    key: str
+    """Its public key; empty without keys."""
+
+
 class Opened(_Message, frozen=True):
     """A member has opened its transports and registered its memory."""
 
@@ -96,6 +105,8 @@ class Opened(_Message, frozen=True):
     """Engines with a landing area, or a window in front of their live weights: its address."""
     patches: int = 0
     """Engines that take patches: the address of the memory for them."""
+    magnitudes: MagnitudeServer | None = None
+    """Trainers that others connect to, to exchange magnitudes: where."""
 
 
 class Blocked(_Message, frozen=True):
@@ -109,17 +120,6 @@ class Want(_Message, frozen=True):
     """A trainer wants to write a version."""
 
     version: int
-
-
-class Amax(_Message, frozen=True):
-    """The largest magnitudes a trainer found in blocks of a group of matrices that others hold parts of too."""
-
-    version: int
-    group: int
-    keys: bytes
-    """Which blocks; empty: the same as last time."""
-    values: bytes
-    """FP32."""
 
 
 def tag_of(version: int, *, whole: bool) -> int:
@@ -153,6 +153,8 @@ class Written(_Message, frozen=True):
     losses: list[Loss]
     whole: list[int] = []
     """Engine ranks that patches were not made for, or are too long for: they need the version whole."""
+    magnitude_bytes: int = 0
+    """About what it told other trainers of its FP8 blocks: some may be told later."""
 
 
 class Stopped(_Message, frozen=True):
@@ -237,6 +239,21 @@ class Unknown(_Message, frozen=True):
     """Why, if an engine's thread did not come: it should join when that is back."""
 
 
+class Asking(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A trainer that will connect to another one, to exchange magnitudes."""
+
+    trainer: int
+    key: str
+    """The public key it joined with; empty without keys."""
+
+
+class Holder(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A trainer that holds parts of the same FP8 blocks, and where it tells magnitudes."""
+
+    trainer: int
+    server: MagnitudeServer
+
+
 class Open(_Message, frozen=True):
     """All members are there: open these transports and register memory with them."""
 
@@ -252,6 +269,8 @@ class Open(_Message, frozen=True):
     """Engines: the landing area they need, or the window, where live memory is written."""
     patch_bytes: int = 0
     """Engines: the memory they need for patches."""
+    asking: list[Asking] | None = None
+    """Trainers that hold FP8 blocks together with others: those that will connect to them."""
 
 
 class CutOff(_Message, frozen=True):
@@ -285,6 +304,12 @@ class SendPlan(_Message, frozen=True):
     targets: list[Target]
     grids: bytes = b""
     """Matrices of which a trainer sends something as FP8: a table of weft.runtime.compile.grids."""
+    roles: bytes = b""
+    """Of each of these matrices, who brings its magnitudes together: a table of weft.runtime.compile.sharing."""
+    round: int = 0
+    """The round it was opened in."""
+    holders: list[Holder] = []
+    """Trainers that hold parts of the same FP8 blocks, and that this one connects to."""
 
 
 class Source(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -330,15 +355,6 @@ class Go(_Message, frozen=True):
     """The second round of a version that patches were not enough for: as it is kept, to these alone."""
 
 
-class Agreed(_Message, frozen=True):
-    """The largest magnitudes of the blocks a trainer asked about, over all holders."""
-
-    version: int
-    group: int
-    values: bytes
-    """FP32, in the order of the keys."""
-
-
 class Verify(_Message, frozen=True):
     """All trainers have written a version; this is what an engine rank should hold."""
 
@@ -371,7 +387,27 @@ class Alive(_Message, frozen=True):
     """What it does, or waits for, before versions can be written; empty when they can."""
 
 
-FromTrainer = Join | Opened | Want | Amax | Written | Stopped | Failed | Beat | Leave
+class Introduction(_Message, frozen=True):
+    """A trainer has parts of these FP8 blocks. The one that connects says so first, and the other answers."""
+
+    round: int
+    blocks: bytes
+    """A table of weft.runtime.send.magnitudes."""
+
+
+class Magnitudes(_Message, frozen=True):
+    """The largest magnitudes of the blocks of a group that two trainers have parts of."""
+
+    round: int
+    version: int
+    group: int
+    is_final: bool
+    """Of all holders, as the sender has collected them; otherwise what the sender found."""
+    values: bytes
+    """FP32, in the order of the blocks."""
+
+
+FromTrainer = Join | Opened | Want | Written | Stopped | Failed | Beat | Leave
 FromEngine = Join | Opened | Blocked | At | Paused | Ready | Failed | Committed | Beat | Leave
 ToController = FromTrainer | FromEngine
 ToMember = (
@@ -384,12 +420,12 @@ ToMember = (
     | ReceivePlan
     | Expect
     | Go
-    | Agreed
     | Verify
     | Boundary
     | Decide
     | Alive
 )
+BetweenTrainers = Introduction | Magnitudes
 
 
 def pack(column: Column) -> bytes:

@@ -20,7 +20,9 @@ from weft.core.layout import DTYPE_BYTES, MAX_DIMS, MAX_ELEMENTS, MAX_TENSOR_DIM
 from weft.core.version import MAX_FIRST, MAX_STEP, MAX_VERSION
 from weft.errors import LayoutError, ProtocolError
 from weft.runtime.compile.parts import Opening
+from weft.runtime.control.channel import is_address
 from weft.runtime.control.held import HeldTable
+from weft.runtime.control.keys import is_key
 from weft.runtime.control.messages import FromEngine, FromTrainer, Join, Opened, Written, unpack
 
 MAX_SHARDS = 1_000_000
@@ -180,6 +182,20 @@ def _check_memory(member: str, num_shards: int, opened: Opened, needed: Opening)
         raise ProtocolError(f"{member} names impossible addresses: {wrong}")
 
 
+def check_magnitudes(trainer: int, opened: Opened, *, is_asked: bool, has_keys: bool) -> None:
+    """Raise unless other trainers can connect to one that they have to exchange magnitudes with."""
+    server = opened.magnitudes
+    if not is_asked:
+        return
+    if server is None:
+        raise ProtocolError(f"trainer {trainer} does not listen to other trainers")
+    if not is_address(server.address) or is_key(server.key) != has_keys:
+        raise ProtocolError(
+            f"trainer {trainer} listens at `{server.address[:64]}` with a key of {len(server.key)} bytes",
+            hint="other trainers cannot connect to that",
+        )
+
+
 def check_written(trainer: int, message: Written, engines: Collection[int], owed: Mapping[int, int] | None) -> None:
     """Raise unless a trainer speaks of what it was told to write.
 
@@ -187,6 +203,8 @@ def check_written(trainer: int, message: Written, engines: Collection[int], owed
     """
     if message.whole and owed is not None:
         raise ProtocolError(f"trainer {trainer} wants to write whole versions, and was told to write nothing else")
+    if message.magnitude_bytes < 0:
+        raise ProtocolError(f"trainer {trainer} told {message.magnitude_bytes} bytes of magnitudes")
     written = [part.engine for part in message.parts] + [loss.engine for loss in message.losses] + message.whole
     if len(set(written)) != len(written) or not set(written) <= set(engines):
         raise ProtocolError(

@@ -1,7 +1,7 @@
 """The controller: knows the members, chooses their transports, makes the plan, and decides every version once, for all.
 
-    consumes      Join, Opened, Blocked, Want, Amax, Written, Stopped, At, Paused, Ready, Failed, Committed, Beat, Leave
-    produces      Welcome, Refused, Unknown, Open, CutOff, SendPlan, ReceivePlan, Expect, Go, Agreed, Verify, Boundary,
+    consumes      Join, Opened, Blocked, Want, Written, Stopped, At, Paused, Ready, Failed, Committed, Beat, Leave
+    produces      Welcome, Refused, Unknown, Open, CutOff, SendPlan, ReceivePlan, Expect, Go, Verify, Boundary,
                   Decide, Alive
     waits for     messages, a tenth of a second at most                  unblocked by   the network, `close`
 
@@ -27,8 +27,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
 
-import numpy as np
-
 from weft.config import DeltaPolicy, DigestPolicy, ReceiverMode, TransferSettings
 from weft.core.assign import Policy
 from weft.core.plan import Plan
@@ -40,9 +38,8 @@ from weft.runtime.control.channel import BURST_SPIN_S, SPIN_S, Invalid, Server
 from weft.runtime.control.messages import (
     PROTOCOL,
     STEPS_AHEAD,
-    Agreed,
     Alive,
-    Amax,
+    Asking,
     At,
     Beat,
     Blocked,
@@ -69,11 +66,11 @@ from weft.runtime.control.messages import (
     Welcome,
     Writer,
     Written,
-    unpack,
 )
 from weft.runtime.control.security import Security, server_keys
 from weft.runtime.controller.admission import (
     check_join,
+    check_magnitudes,
     check_opened,
     check_side,
     check_step,
@@ -82,7 +79,6 @@ from weft.runtime.controller.admission import (
     claim,
     unbelievable,
 )
-from weft.runtime.controller.amax import AmaxExchange
 from weft.runtime.controller.commits import Commits
 from weft.runtime.controller.membership import Member, Membership
 from weft.runtime.controller.planner import MemberPart, Planned, Planner, Shipped
@@ -115,8 +111,8 @@ class ControllerStatistics:
     """From the first trainer's wish to write until the last engine had committed."""
     last_wire_bytes: int
     """What trainers sent for it; patches are shorter than `bytes_per_version`."""
-    last_amax_bytes: int
-    """What trainers told each other, through the controller, to agree on FP8 scales."""
+    last_magnitude_bytes: int
+    """What trainers told each other for it, to agree on FP8 scales."""
     num_beats: int
     """Heartbeats that were answered."""
     num_plans: int
@@ -182,7 +178,6 @@ class Controller:
         self._plan: Plan | None = None
         self._plan_digest = ""
         self._parts: Parts | None = None
-        self._amax = AmaxExchange({})
         self._must_plan = False
         self._next_look = 0.0
         self._status = ""
@@ -204,7 +199,8 @@ class Controller:
         self._unsendable: dict[str, str] = {}
         """Connections that something could not be sent to, and why."""
         self._counts: Counter[str] = Counter()
-        self._last_abort, self._last_version_s, self._last_wire_bytes = "", 0.0, 0
+        self._last_abort, self._last_version_s = "", 0.0
+        self._last_wire_bytes, self._last_magnitude_bytes = 0, 0
         self._plan_s, self._ship_s, self._planned_at = 0.0, 0.0, 0.0
         self._planned = threading.Event()
         self._stop = threading.Event()
@@ -238,7 +234,7 @@ class Controller:
             last_abort=self._last_abort,
             last_version_s=self._last_version_s,
             last_wire_bytes=self._last_wire_bytes,
-            last_amax_bytes=self._amax.num_bytes,
+            last_magnitude_bytes=self._last_magnitude_bytes,
             num_beats=self._counts["beats"],
             num_plans=self._planner.num_plans,
             plan_s=self._plan_s,
@@ -354,8 +350,6 @@ class Controller:
                 self._ledger.check_number(version)
                 self._wants[rank] = version
                 self._let_go()
-            case Amax(version=version, group=group):
-                self._exchange(rank, version, group, message)
             case Written():
                 self._written(rank, message)
             case Stopped():
@@ -533,11 +527,11 @@ class Controller:
         self._plan, self._plan_digest, self._parts = planned.plan, planned.digest, planned.parts
         self._links, self._planned_at = planned.links, time.monotonic()
         self._plan_s = planned.plan_s
-        self._amax = AmaxExchange(planned.parts.holders)
         self._who.use(planned.links)
         for member, known in self._who.members.items():
             transports = sorted(set(known.transports.values()))
-            message = Open(round=self._who.round, transports=transports)
+            asking = planned.parts.asking(known.join.rank) if known.join.side == "trainer" else None
+            message = Open(round=self._who.round, transports=transports, asking=self._asking(asking))
             if known.join.side == "engine":
                 message = Open(
                     round=self._who.round,
@@ -549,6 +543,13 @@ class Controller:
                     patch_bytes=planned.parts.opening(known.join.rank).patch_bytes,
                 )
             self._send(member, message)
+
+    def _asking(self, trainers: list[int] | None) -> list[Asking] | None:
+        """Trainers that will ask another, and the keys they are known by."""
+        if trainers is None:
+            return None
+        connections = {trainer: self._who.members[f"trainer {trainer}"].connection for trainer in trainers}
+        return [Asking(trainer=trainer, key=self._server.key_of(at)) for trainer, at in connections.items()]
 
     def _writers_of(self, engine: Member) -> list[Writer]:
         """The trainers an engine rank offers its memory to."""
@@ -570,6 +571,9 @@ class Controller:
         assert self._parts is not None
         needed = self._parts.opening(known.join.rank) if known.join.side == "engine" else None
         check_opened(known.join, message, set(known.transports.values()), needed)
+        if known.join.side == "trainer":
+            is_asked, has_keys = bool(self._parts.asking(known.join.rank)), self._server.has_keys
+            check_magnitudes(known.join.rank, message, is_asked=is_asked, has_keys=has_keys)
         self._who.open(known, message)
         if self._who.has_opened:
             self._planner.ship(self._parts, self._who.opened("trainer"), self._who.opened("engine"))
@@ -784,16 +788,6 @@ class Controller:
             transfer.unpaused.discard(rank)
             self._send_writers(transfer)
 
-    def _exchange(self, trainer: int, version: int, group: int, message: Amax) -> None:
-        """A trainer found magnitudes of blocks it shares; answer all holders when the last has."""
-        transfer = self._transfer
-        keys, values = unpack(message.keys), np.frombuffer(message.values, dtype="<f4")
-        if transfer is None or transfer.version != version or transfer.is_decided:
-            self._amax.learn(trainer, group, keys)  # what trainers wait for was given up, and they know
-            return
-        for holder, agreed in self._amax.add(version, trainer, group, keys, values).items():
-            self._send(f"trainer {holder}", Agreed(version=version, group=group, values=agreed.tobytes()))
-
     def _written(self, trainer: int, message: Written) -> None:
         version, transfer = message.version, self._transfer
         if transfer is None or transfer.version != version:
@@ -806,6 +800,7 @@ class Controller:
         transfer.finished.add(trainer)
         transfer.has_bytes = True
         transfer.parts += message.parts
+        transfer.magnitude_bytes += message.magnitude_bytes
         if not transfer.is_decided:
             self._finish_writing(transfer, trainer, message)
         self._let_go()
@@ -923,7 +918,7 @@ class Controller:
         transfer.is_commit = False
         self._counts["committed"] += 1
         self._last_version_s = time.monotonic() - transfer.began
-        self._last_wire_bytes = transfer.wire_bytes
+        self._last_wire_bytes, self._last_magnitude_bytes = transfer.wire_bytes, transfer.magnitude_bytes
         log.info("version %d is served everywhere (%.1f ms)", transfer.version, self._last_version_s * 1e3)
         for rank in self._who.joins("trainer"):
             self._send(f"trainer {rank}", Decide(version=transfer.version, commit=True))

@@ -197,7 +197,7 @@ def _ship(parts: Parts, trainers: Mapping[int, Opened], engines: Mapping[int, Op
     for rank in engines:
         yield MemberPart(member=f"engine {rank}", message=parts.receive_plan(rank, trainers))
     for rank in trainers:
-        yield MemberPart(member=f"trainer {rank}", message=parts.send_plan(rank, engines))
+        yield MemberPart(member=f"trainer {rank}", message=parts.send_plan(rank, engines, trainers))
     yield Shipped()
 
 

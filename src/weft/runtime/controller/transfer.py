@@ -31,6 +31,8 @@ class Transfer:
     finished: set[int] = field(default_factory=set)
     """Trainers that have written all they owe."""
     parts: list[Part] = field(default_factory=list)
+    magnitude_bytes: int = 0
+    """What trainers told each other to agree on FP8 scales."""
     whole: set[int] = field(default_factory=set)
     """Engine ranks that patches are not enough for: they get the version whole, in a second round."""
     is_second_round: bool = False

@@ -83,6 +83,8 @@ class Job:
         """Writes that were started."""
         self.agreed: dict[int, Floats] = {}
         """Magnitudes of the cut blocks of each group, as all holders know them."""
+        self.magnitude_bytes = 0
+        """Magnitudes that were told to other trainers."""
         self.peak_staging_bytes = 0
         self._lock = threading.Lock()
         self.has_written = False

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from weft.codec.conversion import ChunkFill, Converter
+from weft.codec.conversion import ChunkFill, Converter, Wait
 from weft.codec.image import ALIGN
 from weft.codec.memory import memory_view
 from weft.codec.patching import Patcher
@@ -73,10 +73,9 @@ class Outgoing:
         """Convert Chunks to where these say, which is the memory of an engine rank."""
         self._fills, self.is_straight = list(fills), True
 
-    def fill(self, chunk: int, address: int) -> int:
-        """Make a Chunk of the weights; returns its bytes."""
-        self._converter.fill(self._fills[chunk], 0 if self.is_straight else address)
-        return self.layouts[chunk].num_bytes
+    def fill(self, chunk: int, address: int) -> Wait | None:
+        """Make a Chunk of the weights, or begin to: what is returned waits until it is there."""
+        return self._converter.fill(self._fills[chunk], 0 if self.is_straight else address)
 
     def begin(self, version: int, engines_hold: Mapping[int, int | None], *, patch_room: int) -> set[int]:
         """A new version; returns the engine ranks that get patches: those that hold the version that is kept here.

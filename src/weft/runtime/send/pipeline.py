@@ -35,6 +35,8 @@ class Flow:
         self._error: WeftError | None = None
         self._began = time.monotonic()
         self.recorder = Recorder()
+        self.obstacle: Callable[[], str] = lambda: ""
+        """What others have not done yet, for the error at the deadline."""
 
     def after(self, stage: str) -> Callable[[int], bool]:
         """Whether an item has passed another stage."""
@@ -68,8 +70,10 @@ class Flow:
             left = self._deadline - time.monotonic()
             met = self._changed.wait_for(lambda: self._error is not None or reached(), max(left, 0.0))
             self.check()
-            if not met:
-                raise TransferTimeout(f"{self._member} still waits for {what} at the deadline")
+        if not met:
+            why = self.obstacle()  # it may take locks of its own
+            because = f": {why}" if why else ""
+            raise TransferTimeout(f"{self._member} still waits for {what} at the deadline{because}")
 
     def span(self, stage: str, start: float, end: float, num_bytes: int) -> None:
         """Record how long a stage was busy with an item."""

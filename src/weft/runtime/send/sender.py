@@ -21,15 +21,13 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Self
 
-import numpy as np
-
 from weft.config import DeltaPolicy
 from weft.devices import device_work
 from weft.errors import ProtocolError, TransferTimeout, VersionError, WeftError
 from weft.events import Event
 from weft.runtime.control.member import ControlThread, Duties
 from weft.runtime.control.messages import (
-    Agreed,
+    Asking,
     Decide,
     Failed,
     Go,
@@ -44,6 +42,7 @@ from weft.runtime.control.messages import (
     Written,
 )
 from weft.runtime.control.security import Security, client_keys
+from weft.runtime.send.exchange import Exchange
 from weft.runtime.send.job import Job, Parcel, Sent
 from weft.runtime.send.mirror import Mirror
 from weft.runtime.send.pipeline import run
@@ -203,7 +202,7 @@ class Sender:
         `through`: the device offloaded weights are copied to for every version, and sent from: `cuda:0`.
         `security`: the keys to join with, `trainer.key` by default.
         """
-        keys = client_keys(security, "trainer")
+        self._address, self._keys = address, client_keys(security, "trainer")
         self._member = f"trainer {rank}"
         self._rank, self._timeout_s = rank, timeout_s
         self._mirror = None if through is None else Mirror(weights, through)
@@ -217,6 +216,8 @@ class Sender:
         self._error: WeftError | None = None
         self._sending: Sending | None = None
         self._plan: SendPlan | None = None
+        self._exchange: Exchange | None = None
+        """With trainers that hold parts of the same FP8 blocks."""
         self._abandoned: set[int] = set()
         """Engine ranks that something may still be on its way to, since this plan."""
         self._run_stages: RunStages = run
@@ -226,7 +227,7 @@ class Sender:
         self._last_begun: int | None = None
         """The highest version a controller let this trainer write."""
         self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"weft-{self._member}-write")
-        self._control = ControlThread(address, self._member, self._duties(), keys)
+        self._control = ControlThread(address, self._member, self._duties(), self._keys)
         self._control.start()
 
     def publish(self, *, version: int) -> Publication:
@@ -317,6 +318,8 @@ class Sender:
         self._forget_plan()
         self._plan = plan
         self._sending = Sending(plan, self._transports, self._control.settings, self._weights, mirror=self._mirror)
+        if self._exchange is not None:
+            self._exchange.follow(plan.round, self._sending.cut_blocks, plan.holders)
 
     def _write_rounds(self, publication: Publication, go: Go) -> None:
         """Write everything. With patches a second round may follow, before anything is decided."""
@@ -341,16 +344,20 @@ class Sender:
         if go.whole:
             sent = send_whole(self._sending, job, self._run_stages)
         else:
-            sent = send_version(self._sending, job, self._control.post, self._run_stages)
+            tell = job.agree  # nobody else has anything of its blocks
+            if self._exchange is not None:
+                self._exchange.begin(job)
+                tell = self._exchange.found
+            sent = send_version(self._sending, job, tell, self._run_stages)
         if self._transports.has_cut or not all(ticket.done for ticket in job.tickets):
             late = "; ".join(s.loss for s in sent.values() if s.loss)
             raise TransferTimeout(f"{self._member} could not write all of version {go.version} in time: {late}")
-        written = self._report(go.version, sent)
+        written = self._report(job, sent)
         publication.write_s = time.monotonic() - began
         publication._released.set()  # before anybody can hear that it is committed
         self._control.post(written)
 
-    def _report(self, version: int, sent: dict[int, Sent]) -> Written:
+    def _report(self, job: Job, sent: dict[int, Sent]) -> Written:
         """What was written, and what could not be."""
         parts = [
             Part(
@@ -365,7 +372,9 @@ class Sender:
         ]
         losses = [Loss(engine=engine, reason=s.loss) for engine, s in sent.items() if s.loss]
         whole = [engine for engine, s in sent.items() if s.needs_whole and not s.loss]
-        return Written(version=version, parts=parts, losses=losses, whole=whole)
+        return Written(
+            version=job.go.version, parts=parts, losses=losses, whole=whole, magnitude_bytes=job.magnitude_bytes
+        )
 
     @staticmethod
     def _drain(job: Job) -> bool:
@@ -407,15 +416,11 @@ class Sender:
     def _handle(self, message: Any) -> None:
         """A message from the controller."""
         match message:
-            case Open(round=number, transports=names):
-                self._open(number, names)
+            case Open(round=number, transports=names, asking=asking):
+                self._open(number, names, asking)
             case SendPlan():
                 self._abandoned.clear()  # engines have closed what was on its way to them
                 self._follow(message)
-            case Agreed(version=version, group=group, values=values):
-                publication = self._publications.get(version)
-                if publication is not None and publication._jobs:
-                    publication._jobs[0].agree(group, np.frombuffer(values, dtype="<f4"))
             case Go(version=version):
                 self._go(version, message)
             case Decide(version=version, commit=commit, reason=reason):
@@ -435,9 +440,21 @@ class Sender:
             reason = f"{self._member} had given it up: {error or 'it is no longer published'}"
             self._control.post(Stopped(version=version, reason=reason, has_written=False))
 
-    def _open(self, number: int, names: list[str]) -> None:
+    def _open(self, number: int, names: list[str], asking: list[Asking] | None) -> None:
         self._transports.open(names, self._control.settings)
-        self._control.post(Opened(round=number, offers=self._transports.offers(())))
+        self._end_exchange()
+        if asking is not None:
+            silence_s = self._control.settings.silence_s
+            self._exchange = Exchange(
+                self._member, asking, controller=self._address, keys=self._keys, silence_s=silence_s
+            )
+        magnitudes = None if self._exchange is None else self._exchange.server
+        self._control.post(Opened(round=number, offers=self._transports.offers(()), magnitudes=magnitudes))
+
+    def _end_exchange(self) -> None:
+        exchange, self._exchange = self._exchange, None
+        if exchange is not None:
+            exchange.close()
 
     def _forget_plan(self) -> None:
         """A new plan: what was kept for the old one is given back."""
@@ -465,6 +482,7 @@ class Sender:
             publication._close()
         self._writer.shutdown(wait=True)
         self._control.close()
+        self._end_exchange()
         self._forget_plan()
         self._transports.close_all()
 

@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from weft.codec.conversion import converter_for
+from weft.codec.conversion import Converter, converter_for
 from weft.codec.patching import patcher_for
 from weft.config import DeltaPolicy, DigestPolicy, StagingPolicy, TransferSettings
 from weft.core.planes import Planes, joined
 from weft.devices import CPU
-from weft.errors import TransportError
+from weft.errors import ProtocolError, TransportError
 from weft.runtime.compile.columns import expand
 from weft.runtime.compile.grids import held_grids
 from weft.runtime.compile.link_boxes import LinkBoxes
@@ -23,6 +23,7 @@ from weft.runtime.compile.link_stream import LinkStream
 from weft.runtime.control.messages import SendPlan, Target
 from weft.runtime.memory import own_memory
 from weft.runtime.send.job import Chunk, Link, Parcel
+from weft.runtime.send.magnitudes import CutBlocks
 from weft.runtime.send.mirror import Mirror
 from weft.runtime.send.outgoing import Outgoing
 from weft.runtime.send.pipeline import Room
@@ -62,11 +63,11 @@ class Sending:
         self._source = weights.addresses
         grids = held_grids(plan.grids, weights)
         self.converter = converter_for(device, grids, allow_nonfinite=settings.allow_nonfinite)
-        self.groups = grids.groups
+        self.cut_blocks = _cut_blocks(plan, self.converter, len(grids))
+        self.groups = [group for group in grids.groups if self.converter.looks_before(group)]
+        """Groups of matrices whose magnitudes are found before Chunks are filled."""
         self.group_ends = grids.group_ends()
         """Behind the last byte of the weights a group looks at."""
-        self.told: set[int] = set()
-        """Groups whose blocks the controller knows."""
         self._outgoing: list[Outgoing] = []
         self._programs = _compile(plan.targets, is_digested=settings.digest is DigestPolicy.ON)
         self.links = [self._connect(program) for program in self._programs]
@@ -235,6 +236,14 @@ class Sending:
         for transport, handle in self._registered:  # perhaps one that was torn down meanwhile
             transport.deregister(handle)
         self._registered = []
+
+
+def _cut_blocks(plan: SendPlan, converter: Converter, num_grids: int) -> list[CutBlocks]:
+    """The blocks of each group that other trainers have parts of. Raises ProtocolError."""
+    roles = expand(plan.roles, ["role"])["role"] if plan.roles else np.zeros(num_grids, dtype=np.int64)
+    if roles.shape != (num_grids,):
+        raise ProtocolError(f"roles of {len(roles)} quantised matrices, there are {num_grids}")
+    return [CutBlocks(keys, roles[of]) for keys, of in zip(converter.keys, converter.cut_grids, strict=True)]
 
 
 class _LinkProgram:

@@ -13,14 +13,17 @@ that overlap:
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
+from weft.codec.conversion import Wait
+from weft.codec.memory import Floats
 from weft.config import DeltaPolicy
-from weft.runtime.control.messages import Amax
 from weft.runtime.send.job import Chunk, Job, Link, Parcel, Sent
 from weft.runtime.send.pipeline import Flow, Stage, run
 from weft.runtime.send.posting import post_all, wait_all
@@ -30,15 +33,12 @@ from weft.transport.base import Ticket
 
 NONE = np.zeros(0, dtype=np.float32)
 RunStages = Callable[[Flow, Sequence[Stage]], None]
+Tell = Callable[[int, Floats], None]
+"""Takes the magnitudes this trainer found in a group's cut blocks; `Job.agree` is called when all holders have."""
 
 
-def send_version(
-    sending: Sending, job: Job, tell: Callable[[Amax], None], run_stages: RunStages = run
-) -> dict[int, Sent]:
-    """Write a version to every engine rank that takes part; one that cannot be reached does not stop the others.
-
-    `tell` sends a message to the controller.
-    """
+def send_version(sending: Sending, job: Job, tell: Tell, run_stages: RunStages = run) -> dict[int, Sent]:
+    """Write a version to every engine rank that takes part; one that cannot be reached does not stop the others."""
     wanted = [link for link in sending.links if link.engine in job.go.engines]
     sent = {link.engine: Sent(loss=link.obstacle) for link in wanted}
     first = [link for link in wanted if not link.has_chunks or link.has_window]
@@ -51,7 +51,11 @@ def send_version(
     if numbers or sending.groups:  # others may need the magnitudes of what this trainer holds and does not send
         _begin_version(sending, job, numbers, sent)
         is_read = any(link.direct for link in wanted)
-        run_stages(job.flow, VersionStages(sending, job, numbers, sent, tell).all(releases=not is_read))
+        stages = VersionStages(sending, job, numbers, sent, tell)
+        try:
+            run_stages(job.flow, stages.all(releases=not is_read))
+        finally:
+            stages.settle()
         job.peak_staging_bytes = sending.room.peak_bytes
     wait_all(job, posted, sent)
     if sending.settings.delta is DeltaPolicy.ON:
@@ -67,7 +71,7 @@ def send_whole(sending: Sending, job: Job, run_stages: RunStages = run) -> dict[
     sent = {link.engine: Sent(loss=link.obstacle) for link in sending.links if link.engine in job.go.engines}
     numbers = [n for n, chunk in enumerate(sending.chunks) if any(link.engine in sent for link in chunk.links)]
     if numbers:
-        run_stages(job.flow, VersionStages(sending, job, numbers, sent, lambda _: None).writing())
+        run_stages(job.flow, VersionStages(sending, job, numbers, sent, job.agree).writing())
     return sent
 
 
@@ -97,15 +101,25 @@ def _begin_version(sending: Sending, job: Job, numbers: list[int], sent: dict[in
     sending.room.skip_to(numbers[0] if numbers else 0)
 
 
+class _Begun(NamedTuple):
+    """A chunk that is being filled."""
+
+    at: float
+    num_bytes: int
+    wait: Wait | None
+
+
 class VersionStages:
     """Stages of one version; items are the chunks it consists of."""
 
-    def __init__(
-        self, sending: Sending, job: Job, chunks: list[int], sent: dict[int, Sent], tell: Callable[[Amax], None]
-    ) -> None:
+    def __init__(self, sending: Sending, job: Job, chunks: list[int], sent: dict[int, Sent], tell: Tell) -> None:
         self._of, self._job, self._numbers, self._sent, self._tell = sending, job, chunks, sent, tell
         self._is_delta = sending.settings.delta is DeltaPolicy.ON and not job.go.whole
         self._scaled: set[int] = set()
+        self._begun: dict[int, _Begun] = {}
+        """Chunks that are being filled."""
+        self._num_filled, self._filled_at = 0, 0.0
+        """How many are, and when the last one was."""
         self._posted: dict[int, tuple[list[tuple[int, Ticket]], float]] = {}
         self._patches: dict[int, tuple[int, int]] = {}
         """Items that are sent as patches: where each goes, and its bytes."""
@@ -130,7 +144,7 @@ class VersionStages:
             return stages
         if self._of.mirror is None:
             self._reading = {"convert", *(stage.name for stage in stages)}
-        stages.append(Stage("convert", count, self._convert, self._can_convert))
+        stages.append(Stage("convert", count, self._convert, self._can_convert, is_recorded=False))
         if self._is_delta:
             stages.append(Stage("delta", count, self._encode, self._can_encode))
         stages.append(Stage("post", count, self._post, self._can_post, is_recorded=False))
@@ -157,17 +171,15 @@ class VersionStages:
         return self._is_there(self._of.group_ends[self._of.groups[item]])
 
     def _find_amax(self, item: int) -> int:
-        """Find a group's magnitudes and tell the controller those that others need."""
+        """Find a group's magnitudes and tell those that others need."""
         group, converter = self._of.groups[item], self._of.converter
         converter.find_amax(group)
-        cut = converter.cut[group]
-        keys = b"" if group in self._of.told else converter.keys[group].astype("<u8").tobytes()
-        self._of.told.add(group)
-        values = converter.amax(cut).astype("<f4").tobytes()
-        self._tell(Amax(version=self._job.go.version, group=group, keys=keys, values=values))
+        values = converter.amax(converter.cut[group])
+        if len(values):
+            self._tell(group, values)
         if item + 1 == len(self._of.groups):
             self._has_read("amax")
-        return len(values)
+        return values.nbytes
 
     def _has_read(self, stage: str) -> None:
         """A stage reads the weights no more; when none does, they may change."""
@@ -201,25 +213,50 @@ class VersionStages:
             self._scaled.add(group)
         if not chunk.outgoing.is_kept:
             self._of.room.enter(number)
-        num_bytes = self._fill(item)
-        if item + 1 == len(self._numbers):
-            self._has_read("convert")
-        return num_bytes
+        begun = self._fill(item)
+        self._begun[item] = begun
+        if begun.wait is None:  # it is done
+            self._has_filled(item)
+        return begun.num_bytes
 
-    def _fill(self, item: int) -> int:
+    def _fill(self, item: int) -> _Begun:
         """Make a chunk; one that goes straight into the memory of an engine rank only if that takes part."""
-        number, chunk = self._numbers[item], self._chunk(item)
+        number, chunk, now = self._numbers[item], self._chunk(item), time.monotonic()
         if chunk.outgoing.is_straight:
             if not self._is_sent(chunk.links[0], item):
-                return 0
+                return _Begun(now, 0, None)
             self._job.has_written = True
-        return chunk.outgoing.fill(chunk.number, self._of.place(number))
+        wait = chunk.outgoing.fill(chunk.number, self._of.place(number))
+        return _Begun(now, chunk.outgoing.layouts[chunk.number].num_bytes, wait)
+
+    def _has_filled(self, item: int) -> None:
+        """Wait until a chunk is filled, on whatever stage needs it first: the next ones are begun meanwhile."""
+        begun = self._begun.pop(item, None)
+        if begun is None:
+            return
+        if begun.wait is not None:
+            begun.wait()
+        with self._lock:  # chunks that are skipped are done at once, on another thread than those that are waited for
+            end, start = time.monotonic(), max(begun.at, self._filled_at)
+            self._filled_at = end
+            self._num_filled += 1
+            is_last = self._num_filled == len(self._numbers)
+        self._job.flow.span("convert", start, end, begun.num_bytes)
+        if is_last:
+            self._has_read("convert")
+
+    def settle(self) -> None:
+        """Wait for what was begun and is not needed any more, because something else has failed: it reads weights."""
+        for item in list(self._begun):
+            with contextlib.suppress(Exception):  # the first error is the one that counts
+                self._has_filled(item)
 
     def _can_encode(self, item: int) -> bool:
         return self._job.flow.after("convert")(item) and self._of.room.is_free(self._numbers[item])
 
     def _encode(self, item: int) -> int:
         number, chunk = self._numbers[item], self._chunk(item)
+        self._has_filled(item)
         self._of.room.enter(number)
         if not chunk.outgoing.is_patched:
             return 0
@@ -241,6 +278,7 @@ class VersionStages:
 
     def _post(self, item: int) -> int:
         """Start writing a chunk to every engine rank that takes it."""
+        self._has_filled(item)
         chunk = self._chunk(item)
         links = [link for link in chunk.links if self._is_sent(link, item)]
         batches = [(link, self._batch(link, item)) for link in links]

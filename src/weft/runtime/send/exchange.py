@@ -1,0 +1,301 @@
+"""Trainers tell each other the largest magnitudes they found in FP8 blocks that lie on several of them.
+
+consumes      magnitudes found here; what other trainers found
+produces      magnitudes for these; of each group the largest of all, for the version under way (`Job.agree`)
+waits for     other trainers, on a thread of its own      unblocked by   the network, `found`, `close`
+
+Nothing of this passes the controller, which only says who connects to whom. An exchange belongs to one round: its
+server is gone in the next, and what was meant for another round is not heard. A connection that was cut costs nothing:
+both sides introduce themselves again, and repeat what they found so far.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import zmq
+
+from weft.codec.memory import Floats
+from weft.errors import ProtocolError, WeftError
+from weft.runtime.control.channel import (
+    Alarm,
+    Client,
+    Received,
+    Reset,
+    Server,
+    member_of,
+    own_address,
+    parse_member,
+    wait_any,
+)
+from weft.runtime.control.keys import ClientKeys, Grant, KeyRing, ServerKeys
+from weft.runtime.control.messages import (
+    PROTOCOL,
+    Asking,
+    BetweenTrainers,
+    Holder,
+    Introduction,
+    Magnitudes,
+    MagnitudeServer,
+)
+from weft.runtime.send.job import Job
+from weft.runtime.send.magnitudes import CutBlocks, Finding, Sharing
+
+log = logging.getLogger(__name__)
+LOOK_S = 0.5
+"""How long the exchange waits for messages at a time."""
+LINGER_S, CLOSE_S = 1.0, 10.0
+"""How long the last messages get to leave, and the exchange to end."""
+MAX_AT_ONCE = 100
+"""Messages of one trainer that are heard before others have their turn."""
+Say = Callable[[Introduction | Magnitudes], None]
+"""Sends to one trainer."""
+
+
+class Exchange:
+    """One trainer's side, in one round."""
+
+    def __init__(
+        self, member: str, asking: Sequence[Asking], *, controller: str, keys: ClientKeys | None, silence_s: float
+    ) -> None:
+        """`asking`: who will connect. `controller`: its address; others reach this trainer on the same network."""
+        self._member, self._keys, self._silence_s = member, keys, silence_s
+        self._names = {other.trainer: f"trainer {other.trainer}" for other in asking}
+        """How trainers are named in errors."""
+        self._asked_at = time.monotonic()
+        """When those whose magnitudes are missing were last asked for them."""
+        self._round = 0
+        self._sharing = Sharing([], peers=())
+        self._job: Job | None = None
+        self._error: WeftError | None = None
+        self._lock = threading.Lock()
+        """Guards what other threads use: the four above."""
+        self._say: dict[int, Say] = {}
+        """Trainers that have introduced themselves."""
+        self._clients: dict[int, Client] = {}
+        self._stop, self._alarm = threading.Event(), Alarm()
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._server = self._listen(asking, controller) if asking else None
+        self._thread = threading.Thread(target=self._run, name=f"weft-{member}-magnitudes", daemon=True)
+
+    def _listen(self, asking: Sequence[Asking], controller: str) -> Server:
+        names = set(self._names.values())
+        host = "127.0.0.1" if self._keys is None else own_address(controller)
+        return Server(
+            f"tcp://[{host}]:*" if ":" in host else f"tcp://{host}:*",
+            messages=BetweenTrainers,
+            protocol=PROTOCOL,
+            objection=lambda member: None if member in names else f"{member} holds no blocks together with it",
+            keys=None if self._keys is None else ServerKeys(own=self._keys.own, allowed=_ring(asking)),
+            context=self._context,
+        )
+
+    @property
+    def server(self) -> MagnitudeServer | None:
+        """Where others connect; None if none will."""
+        if self._server is None:
+            return None
+        return MagnitudeServer(address=self._server.address, key="" if self._keys is None else self._keys.own.public)
+
+    def follow(self, number: int, blocks: Sequence[CutBlocks], holders: Sequence[Holder]) -> None:
+        """The plan of this round is here: connect to these. A plan that is compiled again changes nothing."""
+        if self._round:
+            return
+        peers = {*self._names, *(holder.trainer for holder in holders)}
+        with self._lock:
+            self._round, self._sharing = number, Sharing(blocks, peers=peers)
+        for holder in holders:
+            self._connect(holder)
+        self._thread.start()
+
+    def _connect(self, holder: Holder) -> None:
+        trainer, server = holder.trainer, holder.server
+        keys = None if self._keys is None else ClientKeys(own=self._keys.own, server_public=server.key)
+        self._names[trainer] = f"trainer {trainer} at {server.address}"
+        client = self._clients[trainer] = Client(
+            server.address,
+            member=self._member,
+            messages=BetweenTrainers,
+            protocol=PROTOCOL,
+            keys=keys,
+            server=f"trainer {trainer}",
+            context=self._context,
+        )
+        client.send(self._introduction)
+
+    @property
+    def _introduction(self) -> Introduction:
+        return Introduction(round=self._round, blocks=self._sharing.introduction)
+
+    def begin(self, job: Job) -> None:
+        """A version is sent now."""
+        assert self._round
+        with self._lock:
+            self._job, self._asked_at = job, time.monotonic()
+            self._sharing.begin(job.go.version)
+            job.flow.obstacle = self._obstacle
+            if self._error is not None:
+                job.stop(self._error)
+
+    def found(self, group: int, values: Floats) -> None:
+        """Magnitudes of a group's cut blocks, as far as they lie here."""
+        with self._lock:
+            self._sharing.found(group, values)
+            self._agree([group])
+        self._alarm.ring()
+
+    def _agree(self, groups: Sequence[int]) -> None:
+        """With the lock held: hand on what is complete."""
+        for group in groups:
+            agreed = self._sharing.agreed(group)
+            if agreed is not None and self._job is not None and group not in self._job.agreed:
+                self._job.agree(group, agreed)
+
+    def _obstacle(self) -> str:
+        """Whose magnitudes are missing; empty where none are."""
+        with self._lock:
+            missing = ", ".join(self._names[trainer] for trainer in self._sharing.missing())
+        return f"no magnitudes of FP8 blocks from {missing}; can trainers reach each other?" if missing else ""
+
+    @property
+    def _channels(self) -> list[Server | Client]:
+        return [*self._clients.values(), *((self._server,) if self._server is not None else ())]
+
+    # On the exchange's own thread
+
+    def _run(self) -> None:
+        channels = self._channels
+        try:
+            while not self._stop.is_set():
+                wait_any(channels, self._alarm, LOOK_S)
+                self._hear_clients()
+                for trainer, client in self._clients.items():
+                    self._hear_server(trainer, client)
+                self._tell()
+                self._ask_again()
+            self._tell()
+        except WeftError as error:
+            self._fail(error)
+        except Exception as error:  # a defect of ours: nobody looks at this thread
+            self._fail(ProtocolError(f"{self._member}: {type(error).__name__} in the exchange of magnitudes: {error}"))
+        finally:
+            self._disconnect()
+
+    def _fail(self, error: WeftError) -> None:
+        """Versions of this round cannot be sent."""
+        log.warning("%s cannot exchange magnitudes: %s", self._member, error)
+        with self._lock:
+            self._error = error
+            if self._job is not None:
+                self._job.stop(error)
+
+    def _tell(self) -> None:
+        """Tell all trainers what they have to be told by now."""
+        for trainer, say in self._say.items():
+            with self._lock:
+                due, job = self._sharing.due(trainer), self._job
+            for (version, group, is_final), magnitudes in due:
+                values = magnitudes.astype("<f4").tobytes()
+                if job is not None:
+                    job.magnitude_bytes += len(values)
+                say(Magnitudes(round=self._round, version=version, group=group, is_final=is_final, values=values))
+
+    def _ask_again(self) -> None:
+        """Introduce this trainer anew where magnitudes are missing for long: the other may have forgotten it."""
+        now = time.monotonic()
+        if now - self._asked_at < self._silence_s:
+            return
+        self._asked_at = now
+        with self._lock:
+            missing = self._sharing.missing()
+        for trainer in missing:
+            if trainer in self._clients:
+                self._clients[trainer].send(self._introduction)
+
+    def _hear_clients(self) -> None:
+        server = self._server
+        if server is None:
+            return
+        for _ in range(MAX_AT_ONCE):
+            received = server.receive(0.0)
+            if received is None:
+                break
+            self._hear_client(server, received)
+        for connection in server.stuck(self._silence_s):
+            server.forget(connection)  # its trainer introduces itself again when it misses something
+
+    def _hear_client(self, server: Server, received: Received) -> None:
+        """A client whose messages are wrong is not heard any more, which costs its own version and no other."""
+        named = parse_member(member_of(received.sender))
+        try:
+            if named is None or not isinstance(received.message, BetweenTrainers):
+                raise ProtocolError(f"{received.sender} sent something else than magnitudes")
+            self._learn(named[1], received.message)
+            if isinstance(received.message, Introduction) and received.message.round == self._round:
+                server.send(received.sender, self._introduction)
+                self._say[named[1]] = lambda message: self._say_to(server, received.sender, message)
+        except ProtocolError as error:
+            log.warning("%s does not listen to %s: %s", self._member, received.sender, error)
+            server.forget(received.sender)
+
+    @staticmethod
+    def _say_to(server: Server, connection: str, message: Introduction | Magnitudes) -> None:
+        server.send(connection, message)  # one that is gone introduces itself again when it is back
+
+    def _hear_server(self, trainer: int, client: Client) -> None:
+        num_before = max(client.num_connections, 1)
+        for _ in range(MAX_AT_ONCE):
+            message = client.receive(0.0)
+            if message is None:
+                break
+            if isinstance(message, Reset):
+                client.send(self._introduction)
+                continue
+            self._learn(trainer, message)
+            if isinstance(message, Introduction) and message.round == self._round:
+                self._say[trainer] = client.send
+        if client.num_connections > num_before:  # it was cut: what was on its way may be lost
+            client.send(self._introduction)
+
+    def _learn(self, trainer: int, message: Introduction | Magnitudes) -> None:
+        """What another trainer says. Raises ProtocolError."""
+        if message.round != self._round:
+            return
+        with self._lock:
+            if isinstance(message, Introduction):
+                self._sharing.met(trainer, message.blocks)
+                self._agree(self._sharing.groups_found)
+                return
+            if len(message.values) % 4:
+                raise ProtocolError(f"trainer {trainer} tells magnitudes in {len(message.values)} bytes")
+            finding = Finding(message.version, message.group, message.is_final)
+            self._sharing.told(trainer, finding, np.frombuffer(message.values, dtype="<f4"))
+            self._agree([message.group])
+
+    def _disconnect(self) -> None:
+        for channel in self._channels:
+            channel.close(linger_s=LINGER_S)  # others may still need what was found here
+        self._context.term()
+
+    def close(self) -> None:
+        """Hang up."""
+        self._stop.set()
+        self._alarm.ring()
+        if self._thread.ident is None:
+            self._disconnect()
+        else:
+            self._thread.join(CLOSE_S)
+        if not self._thread.is_alive():
+            self._alarm.close()
+
+
+def _ring(asking: Sequence[Asking]) -> KeyRing:
+    """The keys of those who will ask; several trainers may have one."""
+    ranks: dict[str, list[range]] = {}
+    for other in asking:
+        ranks.setdefault(other.key, []).append(range(other.trainer, other.trainer + 1))
+    return KeyRing(grants=[Grant(public=key, side="trainer", ranks=tuple(mine)) for key, mine in ranks.items()])
