@@ -1,6 +1,8 @@
 """Property tests draw the same examples every time; HYPOTHESIS_PROFILE=explore looks for new ones.
 
 Without a GPU, Triton kernels run in its interpreter, but not where inference engines are installed.
+
+A test that failed while the whole machine stood still is repeated; the summary names it.
 """
 
 from __future__ import annotations
@@ -9,7 +11,10 @@ import importlib.util
 import os
 from pathlib import Path
 
+import pytest
 from hypothesis import settings
+
+from tests.support.machine import Machine
 
 if not Path("/dev/nvidiactl").exists() and importlib.util.find_spec("vllm") is None:  # inference engines heed it, too
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before anything imports Triton; see tests/kernels
@@ -17,3 +22,38 @@ if not Path("/dev/nvidiactl").exists() and importlib.util.find_spec("vllm") is N
 settings.register_profile("repeatable", derandomize=True, deadline=None, print_blob=True)
 settings.register_profile("explore", deadline=None, print_blob=True)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
+
+MACHINE = pytest.StashKey[Machine]()
+STOOD_STILL = pytest.StashKey[list[str]]()
+MAX_REPEATS = 2
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not items or not config.pluginmanager.hasplugin("rerunfailures"):
+        return
+    machine = config.stash[MACHINE] = Machine()
+    seen = config.stash[STOOD_STILL] = []
+
+    def failed_by_machine(error: BaseException | None) -> bool:
+        what = machine.stands_still() if error is not None else ""
+        seen.extend([what] if what else [])
+        return bool(what)
+
+    for item in items:
+        item.add_marker(pytest.mark.flaky(reruns=MAX_REPEATS, condition=failed_by_machine))
+
+
+@pytest.fixture(autouse=True)
+def _only_what_happens_in_this_test(request: pytest.FixtureRequest) -> None:
+    if machine := request.config.stash.get(MACHINE, None):
+        machine.stood_still()
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    for what in config.stash.get(STOOD_STILL, []):
+        terminalreporter.write_line(f"a test was repeated, for the machine failed: {what}", yellow=True)
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    if machine := config.stash.get(MACHINE, None):
+        machine.close()

@@ -17,7 +17,7 @@ from tests.process.storm.storm import Storm
 
 LONG_S = 20.1
 """A `version_s` that cannot be mistaken for anything that takes its time."""
-SILENCE_S = {"shm": 1.5, "cma": 1.5, "nixl": 3.0}
+SILENCE_S = 3.0
 """Opening NIXL takes a second of a busy machine, in which a member says nothing."""
 TRAINERS = ["trainer 0", "trainer 1"]
 StartStorm = Callable[..., Storm]
@@ -29,8 +29,10 @@ def start() -> Iterator[StartStorm]:
     storms: list[Storm] = []
 
     def begin(transport: str, mode: str, seed: int = 0, **settings: Any) -> Storm:
-        silence_s = SILENCE_S[transport]
-        storms.append(Storm(StormSettings(transport=transport, mode=mode, silence_s=silence_s, **settings), seed))
+        chosen = StormSettings(
+            transport=transport, mode=mode, silence_s=SILENCE_S, version_s=LONG_S, turn_s=LONG_S + 1.0, **settings
+        )
+        storms.append(Storm(chosen, seed))
         return storms[-1]
 
     yield begin
@@ -74,7 +76,7 @@ def test_a_writer_that_was_stopped_cannot_tear_a_version_of_its_successor(start,
 @pytest.mark.parametrize("mode", ["shadow", "in_place"])
 def test_a_version_that_trainers_gave_up_ends_when_they_say_so(start, mode):
     """They hear only then that they may write it: nobody waits for its bytes."""
-    storm = start("shm", mode, version_s=LONG_S)
+    storm = start("shm", mode)
     given_up = faults.hear_late(storm, TRAINERS)
     assert all(how != "committed" for how, _ in given_up.outcomes().values())
     following = storm.publish()
@@ -85,7 +87,7 @@ def test_a_version_that_trainers_gave_up_ends_when_they_say_so(start, mode):
 
 def test_an_engine_that_paused_for_a_version_nobody_wrote_serves_on(start):
     """In place: trainers gave the version up before they heard that the engines had paused for it."""
-    storm = start("shm", "in_place", version_s=LONG_S)
+    storm = start("shm", "in_place")
     before = storm.fleet.states()
     given_up = faults.hear_late(storm, TRAINERS)
     engines = storm.fleet.engines
@@ -99,7 +101,7 @@ def test_an_engine_that_paused_for_a_version_nobody_wrote_serves_on(start):
 @pytest.mark.parametrize("mode", ["shadow", "in_place"])
 def test_a_version_that_was_refused_to_one_trainer_is_refused_to_all(start, mode):
     """Also if what was missing is back before the second trainer asks."""
-    storm = start("shm", mode, version_s=LONG_S)
+    storm = start("shm", mode)
     before = storm.fleet.states()["engine 0"]
     later = faults.refuse_one(storm, "engine 1")
     (how, seconds), *_ = later.outcomes().values()

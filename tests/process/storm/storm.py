@@ -13,7 +13,7 @@ from tests.process.storm.settings import StormSettings
 from tests.process.storm.verdicts import Verdicts
 
 PLANNED_S = 4.0
-RECOVER_S = 40.0
+RECOVER_S = 90.0
 CALM = (2, 12)
 """Versions between two faults."""
 FLAT_S = 5.0
