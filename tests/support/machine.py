@@ -1,0 +1,71 @@
+"""Whether the machine stood still, as rented ones do: then a test learnt nothing about deadlines, and is repeated.
+
+A process of its own wakes every few milliseconds and says when it was late, or when the hypervisor gave the processors
+to somebody else. Busy processes beside the tests do not count: with those, tests must pass.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+BEAT_S = 0.02
+LATE_S = 0.5
+"""A beat that is later than this was not late because of other processes on the machine."""
+LOOK_S = 1.0
+STOLEN_SHARE = 0.25
+"""Of the processors' time, within `LOOK_S`."""
+
+
+class Machine:
+    """Watches the machine from now on."""
+
+    def __init__(self) -> None:
+        self._process = subprocess.Popen([sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        assert self._process.stdout is not None
+        self._said = self._process.stdout
+        os.set_blocking(self._said.fileno(), False)
+
+    def stood_still(self) -> str:
+        """What happened since the last question, "" if nothing did."""
+        said = b""
+        while select.select([self._said], [], [], 0.0)[0] and (more := self._said.read()):
+            said += more
+        return said.decode().strip().replace("\n", "; ")
+
+    def stands_still(self) -> str:
+        """The same, and what is just ending: it is said a moment later."""
+        time.sleep(2 * LOOK_S)
+        return self.stood_still()
+
+    def close(self) -> None:
+        self._process.communicate(timeout=10.0)
+
+
+def _stolen_s() -> float:
+    """Processor time that the hypervisor kept."""
+    fields = Path("/proc/stat").read_text().split("\n", 1)[0].split()
+    return int(fields[8]) / os.sysconf("SC_CLK_TCK")
+
+
+def _watch() -> None:
+    num_cores = os.cpu_count() or 1
+    beat, looked, stolen = time.monotonic(), time.monotonic(), _stolen_s()
+    while not select.select([sys.stdin], [], [], BEAT_S)[0]:
+        now = time.monotonic()
+        if (late_s := now - beat - BEAT_S) > LATE_S:
+            print(f"it stood still for {late_s:.1f} s", flush=True)
+        if now - looked > LOOK_S:
+            share = (_stolen_s() - stolen) / num_cores / (now - looked)
+            if share > STOLEN_SHARE:
+                print(f"it was given {1 - share:.0%} of its processors", flush=True)
+            looked, stolen = now, _stolen_s()
+        beat = time.monotonic()
+
+
+if __name__ == "__main__":
+    _watch()
