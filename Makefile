@@ -12,7 +12,7 @@ demo: $(VENV)/.installed            ## a policy learns while weft keeps its engi
 	@$(BIN)/weft demo
 
 test: $(VENV)/.dev                  ## the whole test-suite
-	$(BIN)/pytest
+	$(BIN)/pytest --numprocesses 2 --dist loadfile
 
 test-engines: $(ENGINES)/.installed ## against real inference engines and transfer engines (their own environment)
 	$(ENGINES)/bin/python -m pytest -m engines tests/integrations tests/contract

@@ -49,7 +49,11 @@ def deepseek() -> torch.nn.Module:
     return DeepseekV3ForCausalLM(config)
 
 
-@pytest.mark.parametrize("make", [qwen3, lambda: qwen3(tied=True), qwen3_moe, deepseek], ids=str)
+@pytest.mark.parametrize(
+    "make",
+    [qwen3, lambda: qwen3(tied=True), qwen3_moe, deepseek],
+    ids=["qwen3", "tied", "qwen3_moe", "deepseek"],
+)
 def test_boxes_of_the_checkpoint_lie_in_the_parameters(make, tmp_path):
     torch.manual_seed(1)
     model = make()

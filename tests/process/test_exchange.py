@@ -170,6 +170,37 @@ def test_a_cut_connection_loses_nothing(pair):
     assert wire.num_connections > 1
 
 
+def test_what_was_said_in_vain_is_said_again(pair, monkeypatch):
+    """Magnitudes are lost in a cut, and so is the word that something is missing. Trainer 1 has all it needs, and
+    trainer 0 cannot ask."""
+    server, client, wire = pair
+    for exchange, job in ((server, first := job_of(1)), (client, job_of(1))):
+        exchange.begin(job)
+        exchange.found(0, floats(1.0))
+    assert waited(first) == [1.0]
+    channel, listening, lost = client._asked[0].client, server._server, []
+
+    def post(frame, post=channel._post):
+        lost.append("magnitudes")
+        return True if lost == ["magnitudes"] else post(frame)
+
+    def answer(*what, answer=listening._answer):
+        lost.append("answer")
+        return None if lost.count("answer") == 1 else answer(*what)
+
+    monkeypatch.setattr(channel, "_post", post)
+    monkeypatch.setattr(listening, "_answer", answer)
+    ours, theirs = job_of(2), job_of(2)
+    server.begin(ours)
+    server.found(0, floats(2.0))
+    client.begin(theirs)
+    client.found(0, floats(3.0))
+    assert waited(theirs) == [3.0]
+    wire.cut()
+    assert waited(ours) == [3.0]
+    assert lost.count("answer") > 1
+
+
 def test_who_is_missing_is_named_at_the_deadline(pair):
     server, client, _ = pair
     with pytest.raises(TransferTimeout, match=r"no magnitudes of FP8 blocks from trainer 1; can trainers reach"):

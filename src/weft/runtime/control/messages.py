@@ -393,6 +393,8 @@ class Introduction(_Message, frozen=True):
     round: int
     blocks: bytes
     """A table of weft.runtime.send.magnitudes."""
+    number: int = 0
+    """Of the one that connects; the answer has the same."""
 
 
 class Magnitudes(_Message, frozen=True):

@@ -6,7 +6,8 @@ waits for     other trainers, on a thread of its own      unblocked by   the net
 
 Nothing of this passes the controller, which only says who connects to whom. An exchange belongs to one round: its
 server is gone in the next, and what was meant for another round is not heard. A connection that was cut costs nothing:
-both sides introduce themselves again, and repeat what they found so far.
+both sides introduce themselves again, and repeat what they found so far. The one that connects does so until it is
+answered, for nobody else notices what it said in vain.
 """
 
 from __future__ import annotations
@@ -52,8 +53,38 @@ LINGER_S, CLOSE_S = 1.0, 10.0
 """How long the last messages get to leave, and the exchange to end."""
 MAX_AT_ONCE = 100
 """Messages of one trainer that are heard before others have their turn."""
+AGAIN_S, MAX_AGAIN_S = 1.0, 30.0
+"""How long an introduction has to be answered before it is repeated: at first, and after many."""
 Say = Callable[[Introduction | Magnitudes], None]
 """Sends to one trainer."""
+
+
+class _Asked:
+    """A trainer this one connects to: whether it has answered the last introduction."""
+
+    def __init__(self, client: Client) -> None:
+        self.client = client
+        self._number = 0
+        self._asked_at, self._patience_s = 0.0, AGAIN_S
+        self._is_answered = False
+
+    def introduce(self, number: int, blocks: bytes) -> None:
+        """Say who this is; whatever was answered before does not count any more. `number`: of the round."""
+        self._number += 1
+        self._asked_at, self._is_answered = time.monotonic(), False
+        self.client.send(Introduction(round=number, blocks=blocks, number=self._number))
+
+    def answered(self, introduction: Introduction) -> None:
+        """The other has introduced itself."""
+        if introduction.number == self._number:
+            self._is_answered, self._patience_s = True, AGAIN_S
+
+    def must_repeat(self) -> bool:
+        """Whether there is no answer for long; the patience grows, for the other may be out of reach."""
+        if self._is_answered or time.monotonic() - self._asked_at < self._patience_s:
+            return False
+        self._patience_s = min(2 * self._patience_s, MAX_AGAIN_S)
+        return True
 
 
 class Exchange:
@@ -76,7 +107,7 @@ class Exchange:
         """Guards what other threads use: the four above."""
         self._say: dict[int, Say] = {}
         """Trainers that have introduced themselves."""
-        self._clients: dict[int, Client] = {}
+        self._asked: dict[int, _Asked] = {}
         self._stop, self._alarm = threading.Event(), Alarm()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._server = self._listen(asking, controller) if asking else None
@@ -116,7 +147,7 @@ class Exchange:
         trainer, server = holder.trainer, holder.server
         keys = None if self._keys is None else ClientKeys(own=self._keys.own, server_public=server.key)
         self._names[trainer] = f"trainer {trainer} at {server.address}"
-        client = self._clients[trainer] = Client(
+        client = Client(
             server.address,
             member=self._member,
             messages=BetweenTrainers,
@@ -125,11 +156,11 @@ class Exchange:
             server=f"trainer {trainer}",
             context=self._context,
         )
-        client.send(self._introduction)
+        self._asked[trainer] = _Asked(client)
+        self._introduce(self._asked[trainer])
 
-    @property
-    def _introduction(self) -> Introduction:
-        return Introduction(round=self._round, blocks=self._sharing.introduction)
+    def _introduce(self, asked: _Asked) -> None:
+        asked.introduce(self._round, self._sharing.introduction)
 
     def begin(self, job: Job) -> None:
         """A version is sent now."""
@@ -163,7 +194,10 @@ class Exchange:
 
     @property
     def _channels(self) -> list[Server | Client]:
-        return [*self._clients.values(), *((self._server,) if self._server is not None else ())]
+        return [
+            *(asked.client for asked in self._asked.values()),
+            *((self._server,) if self._server is not None else ()),
+        ]
 
     # On the exchange's own thread
 
@@ -173,8 +207,8 @@ class Exchange:
             while not self._stop.is_set():
                 wait_any(channels, self._alarm, LOOK_S)
                 self._hear_clients()
-                for trainer, client in self._clients.items():
-                    self._hear_server(trainer, client)
+                for trainer, asked in self._asked.items():
+                    self._hear_server(trainer, asked)
                 self._tell()
                 self._ask_again()
             self._tell()
@@ -205,7 +239,11 @@ class Exchange:
                 say(Magnitudes(round=self._round, version=version, group=group, is_final=is_final, values=values))
 
     def _ask_again(self) -> None:
-        """Introduce this trainer anew where magnitudes are missing for long: the other may have forgotten it."""
+        """Introduce this trainer anew where there is no answer, and where magnitudes are missing for long: the other
+        may have forgotten it."""
+        for asked in self._asked.values():
+            if asked.must_repeat():
+                self._introduce(asked)
         now = time.monotonic()
         if now - self._asked_at < self._silence_s:
             return
@@ -213,8 +251,8 @@ class Exchange:
         with self._lock:
             missing = self._sharing.missing()
         for trainer in missing:
-            if trainer in self._clients:
-                self._clients[trainer].send(self._introduction)
+            if trainer in self._asked:
+                self._introduce(self._asked[trainer])
 
     def _hear_clients(self) -> None:
         server = self._server
@@ -236,30 +274,34 @@ class Exchange:
                 raise ProtocolError(f"{received.sender} sent something else than magnitudes")
             self._learn(named[1], received.message)
             if isinstance(received.message, Introduction) and received.message.round == self._round:
-                server.send(received.sender, self._introduction)
+                server.send(received.sender, self._answer(received.message))
                 self._say[named[1]] = lambda message: self._say_to(server, received.sender, message)
         except ProtocolError as error:
             log.warning("%s does not listen to %s: %s", self._member, received.sender, error)
             server.forget(received.sender)
 
+    def _answer(self, introduction: Introduction) -> Introduction:
+        return Introduction(round=self._round, blocks=self._sharing.introduction, number=introduction.number)
+
     @staticmethod
     def _say_to(server: Server, connection: str, message: Introduction | Magnitudes) -> None:
         server.send(connection, message)  # one that is gone introduces itself again when it is back
 
-    def _hear_server(self, trainer: int, client: Client) -> None:
-        num_before = max(client.num_connections, 1)
+    def _hear_server(self, trainer: int, asked: _Asked) -> None:
+        client, num_before = asked.client, max(asked.client.num_connections, 1)
         for _ in range(MAX_AT_ONCE):
             message = client.receive(0.0)
             if message is None:
                 break
             if isinstance(message, Reset):
-                client.send(self._introduction)
+                self._introduce(asked)
                 continue
             self._learn(trainer, message)
             if isinstance(message, Introduction) and message.round == self._round:
+                asked.answered(message)
                 self._say[trainer] = client.send
         if client.num_connections > num_before:  # it was cut: what was on its way may be lost
-            client.send(self._introduction)
+            self._introduce(asked)
 
     def _learn(self, trainer: int, message: Introduction | Magnitudes) -> None:
         """What another trainer says. Raises ProtocolError."""
