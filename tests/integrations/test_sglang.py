@@ -54,11 +54,12 @@ def test_versions_arrive_while_requests_stream(trainer, tmp_path):
         answers = [answer for stream in streams for answer in stream.stop()]
         wait_for_version(server, NUM_VERSIONS)
         paused = said_across_a_pause(server, trainer)
+        awake = said_after_sleep(server, trainer, controller)
     check_spans(answers, NUM_TOKENS)
     changing = [answer for answer in answers if len(answer.spans) > 1]
     assert changing, "no answer saw the weights change"
     steady = [answer for answer in answers if len(answer.spans) == 1]
-    for seed, spans in spans_by([paused, *changing[:12], *steady[-5:]], seed_of).items():
+    for seed, spans in spans_by([paused, awake, *changing[:12], *steady[-5:]], seed_of).items():
         with serving(checkpoints[seed], tmp_path / f"fresh-{seed}.log") as fresh:
             assert [fresh.generate(before, len(said)).tokens for before, said in spans] == [said for _, said in spans]
 
@@ -75,6 +76,22 @@ def said_across_a_pause(server: SglangServer, trainer: Trainer) -> Answer:
         answer = answering.result(WAIT_S)
     assert answer.spans[-1][0] == str(NUM_VERSIONS + 1)
     check_spans([answer], 300)
+    return answer
+
+
+def said_after_sleep(server: SglangServer, trainer: Trainer, controller: weft.Controller) -> Answer:
+    """Users take the memory of the weights away and give it back: the engine answers after the next version."""
+    version = NUM_VERSIONS + 2
+    server.post("release_memory_occupation", {"tags": ["weights"]})
+    assert controller.statistics().lost["engine 0"] == "left: the engine sleeps"
+    server.post("resume_memory_occupation", {"tags": ["weights"]})
+    with ThreadPoolExecutor(1) as asking:
+        answering = asking.submit(server.generate, [2, 7, 1], 20)
+        with pytest.raises(TimeoutError):
+            answering.result(3.0)
+        trainer.publish(version, seed_of(str(version)))
+        answer = answering.result(WAIT_S)
+    assert answer.spans == [(str(version), 0, 20)]
     return answer
 
 

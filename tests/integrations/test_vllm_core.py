@@ -11,6 +11,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+
+from weft.errors import ConfigError
 
 pytestmark = [
     pytest.mark.engines,
@@ -169,3 +172,15 @@ def test_cores_that_compute_together_stop_and_go_on_together(core, attendant):
     attendant.between_steps()
     assert core.label == "6"
     assert not core.is_scheduler_paused()
+
+
+def test_experts_that_move_are_refused():
+    """vLLM's own load balancing needs GPUs; what it would say of itself is enough."""
+    from weft.integrations.vllm.worker import WeftTransfer  # noqa: PLC0415
+
+    parallel = SimpleNamespace(enable_eplb=True, data_parallel_index=0, world_size=1, rank=0)
+    config = SimpleNamespace(
+        additional_config={"weft": {"controller": "tcp://127.0.0.1:1"}}, parallel_config=parallel, model_config=None
+    )
+    with pytest.raises(ConfigError, match="load balancing moves experts"):
+        WeftTransfer(None, config, torch.device("cpu"), torch.nn.Module())

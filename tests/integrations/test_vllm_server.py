@@ -126,6 +126,32 @@ def test_a_paused_engine_takes_versions_and_goes_on(controller, server, trainer,
     check_explained([answer], fresh, folder)
 
 
+def test_a_sleeping_engine_is_not_written_to_and_joins_again(controller, server, trainer, fresh, folder):
+    """A version waits until the engine is awake. One whose weights were discarded answers nothing before the next."""
+    before = number_of(server.version)
+
+    def sleep(level: int) -> None:
+        server.post(f"sleep?level={level}")
+        assert controller.statistics().lost["engine 0"] == "left: the engine sleeps"
+        assert not server.status()[0]["error"]
+
+    with ThreadPoolExecutor(1) as asking, trainer.training(KIND, controller.address):
+        sleep(level=1)
+        trainer.ask_to_publish(before + 1, seed_of(str(before + 1)))
+        server.post("wake_up")
+        assert not trainer.refusals()
+        kept = server.generate(list(PROMPTS[3]), 16)
+        sleep(level=2)
+        server.post("wake_up")
+        answering = asking.submit(server.generate, list(PROMPTS[3]), 16)
+        with pytest.raises(TimeoutError):
+            answering.result(3.0)
+        trainer.publish(before + 2, seed_of(str(before + 2)))
+        renewed = answering.result(WAIT_S)
+    assert [kept.spans, renewed.spans] == [[(str(before + 1), 0, 16)], [(str(before + 2), 0, 16)]]
+    check_explained([kept, renewed], fresh, folder)
+
+
 def vllm_client(pipe: Any, url: str, seeds: tuple[int, ...]) -> None:
     """A trainer that speaks vLLM's own protocol."""
     from vllm.distributed.weight_transfer import WeightTransferTrainerFactory  # noqa: PLC0415

@@ -34,7 +34,8 @@ class EngineRank:
         self._must_process = False
         """Whether the engine's own layout was not yet made of what is served."""
         self._is_torn = False
-        """Whether a controller was left with torn weights."""
+        """Whether a controller was left with torn weights, or the weights were discarded."""
+        self._is_asleep = False
 
     @property
     def has_joined(self) -> bool:
@@ -51,15 +52,39 @@ class EngineRank:
         self.leave()
         self._receiver = receiver
 
-    def leave(self) -> None:
-        """Leave the controller; the engine goes on with what it serves."""
+    def leave(self, reason: str = "") -> None:
+        """Leave the controller; the engine goes on with what it serves. `reason`: for those who wait for this rank."""
         receiver, self._receiver = self._receiver, None
         if receiver is not None:
             self._is_torn = self._is_torn or receiver.is_poisoned
-            receiver.close()
+            receiver.close(reason)
+
+    @property
+    def is_asleep(self) -> bool:
+        """Whether the engine's weights are not in their memory."""
+        return self._is_asleep
+
+    def fall_asleep(self, *, discards: bool) -> None:
+        """Before the engine gives the memory of its weights away: nobody may write there any more.
+
+        `discards`: the weights are not brought back when it wakes up.
+        """
+        self._is_asleep = True
+        self.leave("the engine sleeps")
+        self._is_torn = self._is_torn or discards
+
+    def wake_up(self) -> None:
+        """The weights have memory again; join anew, for it may be other memory."""
+        self._is_asleep = False
+
+    def renew(self) -> None:
+        """The engine has loaded whole weights by other means."""
+        self._is_torn = False
 
     def joined(self) -> Receiver:
         """The receiver."""
+        if self._is_asleep:
+            raise VersionError(f"engine {self.rank} sleeps", hint="wake it up; it joins its controller again by itself")
         if self._receiver is None:
             hint = "set WEFT_CONTROLLER, or call init_weight_transfer_engine with it"
             raise VersionError("this engine has no controller yet", hint=hint)
@@ -67,7 +92,7 @@ class EngineRank:
 
     def tend(self) -> dict[str, Any]:
         """Do what the receiver wants of the engine's thread besides commits; notice what has failed."""
-        return self._reporting(lambda: self.joined().poll(step=0))
+        return self.status() if self._is_asleep else self._reporting(lambda: self.joined().poll(step=0))
 
     def hears_of(self, version: int) -> bool:
         """Whether the version waits to be served here, or is served; it may be on its way."""

@@ -17,6 +17,7 @@ from __future__ import annotations
 from weft.config import engine_settings
 
 SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
+UPDATER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
 
 
 def plug_in() -> None:
@@ -34,6 +35,8 @@ def plug_in() -> None:
         ),
         f"{SCHEDULER}.run_event_loop": (scheduler.running, HookType.AROUND),
         f"{SCHEDULER}.ingest_requests": (scheduler.between_iterations, HookType.AFTER),
+        f"{UPDATER}.release_memory_occupation": (scheduler.releasing_memory, HookType.AROUND),
+        f"{UPDATER}.resume_memory_occupation": (scheduler.resuming_memory, HookType.AROUND),
         f"{SCHEDULER}._poll_timeout_aborts": (scheduler.with_own_requests, HookType.AFTER),
         f"{SCHEDULER}._maybe_namespace_elastic_radix_cache": (scheduler.with_new_request, HookType.AFTER),
         "sglang.srt.managers.scheduler_components.idle_sleeper.IdleSleeper.maybe_sleep": (

@@ -21,6 +21,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
+from sglang.srt.constants import GPU_MEMORY_TYPE_WEIGHTS
 from sglang.srt.managers.io_struct import (
     ContinueGenerationReqInput,
     PauseGenerationReqInput,
@@ -29,7 +30,7 @@ from sglang.srt.managers.io_struct import (
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from sglang.srt.model_loader.loader import post_load_weights
 from sglang.srt.plugins.hook_registry import HookRegistry
-from sglang.srt.runtime_context import get_parallel
+from sglang.srt.runtime_context import get_exec, get_parallel
 from sglang.utils import TypeBasedDispatcher
 
 from weft.config import CachePolicy, EngineSettings, engine_settings
@@ -100,6 +101,27 @@ def with_new_request(_: Any, scheduler: Any, request: Any) -> None:
         attendant.separate(request)
 
 
+def releasing_memory(original: Callable[..., Any], updater: Any, request: Any) -> Any:
+    """Users take the engine's memory away, perhaps that of its weights."""
+    attendant = getattr(updater.scheduler, "weft", None)
+    if attendant is not None and _names_weights(request):
+        attendant.fall_asleep()
+    return original(updater, request)
+
+
+def resuming_memory(original: Callable[..., Any], updater: Any, request: Any) -> Any:
+    """They give it back."""
+    answer = original(updater, request)
+    attendant = getattr(updater.scheduler, "weft", None)
+    if attendant is not None and _names_weights(request):
+        attendant.wake_up()
+    return answer
+
+
+def _names_weights(request: Any) -> bool:
+    return not request.tags or GPU_MEMORY_TYPE_WEIGHTS in request.tags
+
+
 def sleeping(sleeper: Any) -> None:
     """An idle engine looks up more often than once a second."""
     sleeper.poller.poll(IDLE_MS)
@@ -121,17 +143,8 @@ class Attendant:
         runner = scheduler.tp_worker.model_runner
         rank = settings.first_rank + (parallel.dp_rank or 0) * parallel.tp_size + parallel.tp_rank
         self._rank = EngineRank(rank, lambda: post_load_weights(runner.model))
-        weights = loaded_weights(runner.model, Path(runner.model_config.model_path))
-        security = security_in(settings.keys, settings.key)
-        self._rank.join(
-            Receiver(
-                settings.controller,
-                rank=rank,
-                weights=weights,
-                on_wanted=_look_in_every_iteration,
-                security=security,
-            )
-        )
+        self._weights = loaded_weights(runner.model, Path(runner.model_config.model_path))
+        self._join()
         self._version: int | None = None
         self._num_commits = 0
         self._missed: tuple[int, float] | None = None
@@ -140,6 +153,34 @@ class Attendant:
         """What users want of an engine that stands still because its weights are torn."""
         self._reported = ""
         scheduler._request_dispatcher += TypeBasedDispatcher([(ServeVersion, self.serve)])
+
+    def _join(self) -> None:
+        settings = self._settings
+        self._rank.join(
+            Receiver(
+                settings.controller,
+                rank=self._rank.rank,
+                weights=self._weights,
+                on_wanted=_look_in_every_iteration,
+                security=security_in(settings.keys, settings.key),
+            )
+        )
+
+    def fall_asleep(self) -> None:
+        """Before the memory of the weights goes, on all ranks."""
+        self._rank.fall_asleep(discards=not get_exec().features.enable_weights_cpu_backup)
+
+    def wake_up(self) -> None:
+        """The weights have memory again, on all ranks; if they were discarded, the engine waits for others."""
+        self._rank.wake_up()
+        self._join()
+        if self._rank.status()["is_poisoned"] and self._wants_pause is None:
+            log.warning("weft: the engine's weights were discarded; it serves again after the next version")
+            self._stand_still(wants_pause=bool(self._scheduler._engine_paused))
+
+    def _stand_still(self, *, wants_pause: bool) -> None:
+        """Until the next version; `wants_pause`: whether users want that, too."""
+        self._wants_pause, self._scheduler._engine_paused = wants_pause, HELD
 
     @property
     def wanted(self) -> int | None:
@@ -152,7 +193,7 @@ class Attendant:
         """See to the receiver; a torn engine stands still, whoever tells it to go on."""
         self._report(self._rank.tend()["error"])
         if self._wants_pause is not None and self._scheduler._engine_paused is not HELD:
-            self._wants_pause, self._scheduler._engine_paused = bool(self._scheduler._engine_paused), HELD
+            self._stand_still(wants_pause=bool(self._scheduler._engine_paused))
 
     def _report(self, error: str) -> None:
         if error and error != self._reported:
@@ -173,7 +214,7 @@ class Attendant:
         self._report(status["error"])
         if not self._all_serve(status):
             log.error("weft: the engine's weights are torn; it serves again after the next version")
-            self._wants_pause, scheduler._engine_paused = was_paused, HELD
+            self._stand_still(wants_pause=was_paused)
             return
         if status["num_commits"] != self._num_commits:
             self._num_commits = status["num_commits"]
@@ -243,7 +284,11 @@ def _look_in_every_iteration(_: int | None) -> None:
 
 
 def _check_parallelism(parallel: Any) -> None:
-    for is_used, name in ((parallel.pp_size > 1, "pipeline parallelism"), (parallel.attn_dp_enabled, "dp attention")):
+    for is_used, name in (
+        (parallel.pp_size > 1, "pipeline parallelism"),
+        (parallel.attn_dp_enabled, "dp attention"),
+        (get_exec().moe.enable_eplb, "expert load balancing, which moves experts,"),
+    ):
         if is_used:
             raise ConfigError(f"weft does not support {name} in SGLang", hint="use tensor parallelism and replicas")
 

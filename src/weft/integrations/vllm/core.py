@@ -39,6 +39,7 @@ def extend_engine_core() -> None:
     EngineCore._initialize_kv_caches = _attending(EngineCore._initialize_kv_caches)
     EngineCore.add_request = _with_new_request(EngineCore.add_request)
     EngineCore.collective_rpc = _with_calls(EngineCore.collective_rpc)
+    EngineCore.wake_up = _with_wake_up(EngineCore.wake_up)
     EngineCore.step = _between_steps(EngineCore.step)
     EngineCore.step_with_batch_queue = _between_steps(EngineCore.step_with_batch_queue)
     EngineCoreProc._process_input_queue = _between_steps(EngineCoreProc._process_input_queue)
@@ -88,10 +89,24 @@ def _with_calls(collective_rpc: Any) -> Any:
             return collective_rpc(core, method, *args, **kwargs)
         finally:
             attendant = getattr(core, "weft", None)
-            if attendant is not None and method == "update_weights":
+            if attendant is not None and method in ("update_weights", "reload_weights"):
                 attendant.after_update()
 
     return with_calls
+
+
+def _with_wake_up(wake_up: Any) -> Any:
+    """An engine whose weights were discarded stands still until it has new ones."""
+
+    @functools.wraps(wake_up)
+    def with_wake_up(core: Any, *args: Any, **kwargs: Any) -> Any:
+        answer = wake_up(core, *args, **kwargs)
+        attendant = getattr(core, "weft", None)
+        if attendant is not None:
+            attendant.after_update()
+        return answer
+
+    return with_wake_up
 
 
 def _leaving(shutdown: Any) -> Any:
@@ -279,7 +294,7 @@ class Attendant:
         self._is_torn = is_torn
         if is_torn:
             states = ", ".join(f"rank {a['rank']}: {'torn' if a['is_poisoned'] else a['version']}" for a in answers)
-            log.error("weft: the engine's weights are torn (%s); it serves again after the next version", states)
+            log.error("weft: the engine's weights are not whole (%s); it serves again after the next version", states)
             self._brake.hold()
             return
         commits = [answer["num_commits"] for answer in answers]
@@ -292,7 +307,7 @@ class Attendant:
         self._brake.release()
 
     def after_update(self) -> None:
-        """Somebody let the workers serve a version through vLLM's own routes."""
+        """The weights of the workers have changed through vLLM's own routes."""
         answers = self._ask_workers("weft_status")
         self._settle(answers, is_torn=_is_torn(answers))
 

@@ -8,6 +8,7 @@ waits for     in `serve`: see EngineRank
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import threading
 from collections.abc import Mapping
@@ -25,13 +26,16 @@ from vllm.distributed.weight_transfer.base import (
 )
 
 from weft.config import EngineSettings, engine_settings
-from weft.errors import WeftError
+from weft.errors import ConfigError, WeftError
 from weft.integrations.engine_rank import EngineRank
 from weft.integrations.vllm.loading import LoadedModel
 from weft.runtime.control.security import client_keys, security_in
 from weft.runtime.receive.receiver import Receiver
 
 log = logging.getLogger("vllm.weft")
+
+DISCARDS = 2
+"""The level of sleep at which vLLM does not keep the weights."""
 
 
 class Notice(msgspec.Struct, frozen=True):
@@ -104,6 +108,11 @@ class WeftTransfer(WeightTransferEngine[WeftInit, WeftUpdate]):
                 self._notices.send(notice, zmq.NOBLOCK)
 
     def _join(self, settings: EngineSettings) -> None:
+        if self.parallel_config.enable_eplb:
+            raise ConfigError(
+                "vLLM's expert load balancing moves experts, so that weft does not know where their weights are",
+                hint="start vLLM without --enable-eplb, or without weft's controller",
+            )
         if self._loaded is None:
             with set_current_vllm_config(self.vllm_config):
                 self._loaded = LoadedModel(self.model, self.model_config)
@@ -162,6 +171,21 @@ class WeftTransfer(WeightTransferEngine[WeftInit, WeftUpdate]):
         """What this worker serves."""
         return self._rank.status() | {"staged_bytes": 0 if self._loaded is None else self._loaded.num_staged_bytes}
 
+    def fall_asleep(self, *, discards: bool) -> None:
+        """Before vLLM takes the memory of the weights away."""
+        self._rank.fall_asleep(discards=discards)
+
+    def wake_up(self) -> None:
+        """The weights have memory again."""
+        if self._rank.is_asleep:
+            self._rank.wake_up()
+            if self._settings.controller:
+                self._join(self._settings)
+
+    def renew(self) -> None:
+        """vLLM has loaded the weights from disk."""
+        self._rank.renew()
+
     def shutdown(self) -> None:
         """Leave the controller; the model goes on serving what it has."""
         self._rank.leave()
@@ -182,6 +206,7 @@ def extend_workers() -> None:
     from vllm.v1.worker.gpu_worker import Worker  # noqa: PLC0415
 
     def weft_attach(worker: Any, address: str) -> None:
+        follow_memory(type(worker))
         worker.weight_transfer_engine.attach(address)
 
     def weft_tend(worker: Any) -> dict[str, Any]:
@@ -195,3 +220,60 @@ def extend_workers() -> None:
 
     for call in (weft_attach, weft_tend, weft_serve, weft_status):
         setattr(Worker, call.__name__, call)
+
+
+def follow_memory(kind: type[Any]) -> None:
+    """Let workers of this kind leave the controller before the memory of their weights goes, and join when it is
+    back."""
+    if "_follows_memory" not in vars(kind):
+        kind._follows_memory = True
+        kind.sleep, kind.discard = _asleep(kind.sleep), _discarded(kind.discard)
+        kind.wake_up, kind.reload_weights = _awake(kind.wake_up), _reloaded(kind.reload_weights)
+
+
+def _transfer(worker: Any) -> WeftTransfer | None:
+    """The worker's backend, if it is weft."""
+    transfer = getattr(worker, "weight_transfer_engine", None)
+    return transfer if isinstance(transfer, WeftTransfer) else None
+
+
+def _asleep(sleep: Any) -> Any:
+    @functools.wraps(sleep)
+    def asleep(worker: Any, level: int = 1) -> Any:
+        if transfer := _transfer(worker):
+            transfer.fall_asleep(discards=level >= DISCARDS)
+        return sleep(worker, level)
+
+    return asleep
+
+
+def _discarded(discard: Any) -> Any:
+    @functools.wraps(discard)
+    def discarded(worker: Any, tags: tuple[str, ...]) -> Any:
+        if "weights" in tags and (transfer := _transfer(worker)):
+            transfer.fall_asleep(discards=True)
+        return discard(worker, tags)
+
+    return discarded
+
+
+def _awake(wake_up: Any) -> Any:
+    @functools.wraps(wake_up)
+    def awake(worker: Any, tags: list[str] | None = None) -> Any:
+        answer = wake_up(worker, tags)
+        if (tags is None or "weights" in tags) and (transfer := _transfer(worker)):
+            transfer.wake_up()
+        return answer
+
+    return awake
+
+
+def _reloaded(reload_weights: Any) -> Any:
+    @functools.wraps(reload_weights)
+    def reloaded(worker: Any, *args: Any, **kwargs: Any) -> Any:
+        answer = reload_weights(worker, *args, **kwargs)
+        if transfer := _transfer(worker):
+            transfer.renew()
+        return answer
+
+    return reloaded

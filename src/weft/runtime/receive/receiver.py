@@ -644,8 +644,9 @@ class Receiver:
             self._changed.notify_all()
         self._on_wanted(None)
 
-    def close(self) -> None:
-        """Leave."""
+    def close(self, reason: str = "") -> None:
+        """Leave. `reason`: what others are told who wait for this engine rank."""
+        self._control.leave(reason)
         self._control.close()
         self._following.close()
         with self._changed:
