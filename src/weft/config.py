@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import enum
 import os
+import re
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
@@ -181,6 +182,19 @@ class TransferSettings:
         return self.staging_bytes or max(4 * self.chunk_bytes_on(device), 256 * MIB)
 
 
+SPARE_BYTES = 64 * MIB
+"""Beside the weights: alignment, and room for small patches."""
+_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
+
+
+def parsed_size(text: str) -> int:
+    """Bytes of a size such as `20GiB`; raises ConfigError."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", text.strip())
+    if match is None or match[2].upper() not in _UNITS:
+        raise ConfigError(f"`{text}` is not a size", hint="for example 20GiB, 500MB, or one of the modes; or none")
+    return int(float(match[1]) * _UNITS[match[2].upper()])
+
+
 class CachePolicy(enum.StrEnum):
     """What becomes of keys and values that older weights computed, when an engine commits a version."""
 
@@ -208,8 +222,28 @@ class EngineSettings:
     """Name of the member's key in that folder."""
     stand_still_s: float = 120.0
     """Longest time an engine stands still for a version."""
+    reserve: str = "shadow"
+    """What is set aside for versions before the KV cache gets the rest: what a mode needs (`shadow`, `in_place`,
+    `patch`), a size such as `20GiB`, or `none`. See `reserved_bytes`."""
+
+    def reserved_bytes(self, weight_bytes: int, device: str) -> int:
+        """For an engine rank with so many bytes of weights. A bound for modes; their exact need is in the plan."""
+        settings = TransferSettings()
+        patches = settings.patch_share * weight_bytes + SPARE_BYTES
+        match self.reserve:
+            case "none":
+                return 0
+            case "shadow":
+                return int(weight_bytes + patches)
+            case "patch":
+                return int(patches) + settings.window_bytes_on(device)
+            case "in_place":
+                return settings.window_bytes_on(device)
+        return parsed_size(self.reserve)
 
     def __post_init__(self) -> None:
+        if self.reserve not in ("none", *ReceiverMode):
+            parsed_size(self.reserve)
         object.__setattr__(self, "cache", _member_of(CachePolicy, self.cache, "cache policy"))
         if not isinstance(self.first_rank, int) or self.first_rank < 0:
             raise ConfigError(f"first_rank is {self.first_rank!r}", hint="expected 0 or more")

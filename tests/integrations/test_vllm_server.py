@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -150,6 +151,35 @@ def test_a_sleeping_engine_is_not_written_to_and_joins_again(controller, server,
         renewed = answering.result(WAIT_S)
     assert [kept.spans, renewed.spans] == [[(str(before + 1), 0, 16)], [(str(before + 2), 0, 16)]]
     check_explained([kept, renewed], fresh, folder)
+
+
+def test_memory_for_versions_is_reserved_before_the_kv_cache_takes_the_rest(trainer, folder):
+    """The KV cache gets less by what was reserved, and a version in mode shadow lands there."""
+    given = ("--gpu-memory-utilization", "0.15")
+    gib = {}
+    for reserve in ("none", "700MB"):
+        with (
+            weft.Controller(num_trainers=2, num_engine_ranks=1) as controller,
+            serving(
+                save_checkpoint(KIND, 1, folder),
+                folder / f"reserve-{reserve}.log",
+                *given,
+                kv_cache_gib="",
+                controller=controller.address,
+                reserve=reserve,
+            ) as server,
+            trainer.training(KIND, controller.address),
+        ):
+            gib[reserve] = kv_cache_gib(server)
+            trainer.publish(1, 2)
+            assert server.version == "1"
+    assert gib["none"] - gib["700MB"] == pytest.approx(700e6 / 2**30, rel=0.1)
+
+
+def kv_cache_gib(server: VllmServer) -> float:
+    """As its log says."""
+    (found,) = set(re.findall(r"([\d.]+)/[\d.]+\) GiB for KV cache", server.log.read_text()))
+    return float(found)
 
 
 def vllm_client(pipe: Any, url: str, seeds: tuple[int, ...]) -> None:

@@ -31,8 +31,11 @@ class VllmServer(Server):
 
 
 @contextmanager
-def serving(checkpoint: Path, log: Path, *more: str, **weft_settings: str) -> Iterator[VllmServer]:
-    """A server, until the end of the block; with further arguments and settings of weft."""
+def serving(
+    checkpoint: Path, log: Path, *more: str, kv_cache_gib: str = "1", **weft_settings: str
+) -> Iterator[VllmServer]:
+    """A server, until the end of the block; with further arguments and settings of weft. Without `kv_cache_gib` its KV
+    cache gets all the memory it is given that nothing else has."""
     server = VllmServer(f"http://127.0.0.1:{free_port()}", log)
     command = [
         *(sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(checkpoint)),
@@ -42,5 +45,6 @@ def serving(checkpoint: Path, log: Path, *more: str, **weft_settings: str) -> It
     ]
     settings = {f"WEFT_{name.upper()}": value for name, value in weft_settings.items()}
     own = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_LOGGING_LEVEL": "INFO", "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+    own["VLLM_CPU_KVCACHE_SPACE"] = kv_cache_gib
     with running(command, ENVIRONMENT | settings | own, server):
         yield server

@@ -2,7 +2,15 @@ from __future__ import annotations
 
 import pytest
 
-from weft.config import DigestPolicy, ReceiverMode, Settings, TransferSettings, load_settings
+from weft.config import (
+    SPARE_BYTES,
+    DigestPolicy,
+    EngineSettings,
+    ReceiverMode,
+    Settings,
+    TransferSettings,
+    load_settings,
+)
 from weft.errors import ConfigError
 
 
@@ -51,3 +59,21 @@ def test_transfer_settings_take_names_and_refuse_what_cannot_be():
     ]:
         with pytest.raises(ConfigError, match=told):
             TransferSettings(**wrong)
+
+
+def test_what_an_engine_reserves():
+    """The bound of a mode, a size, or nothing."""
+    weights, window = 1 << 30, 256 << 20
+    for reserve, expected in [
+        ("none", 0),
+        ("shadow", int(1.05 * weights) + SPARE_BYTES),
+        ("patch", int(0.05 * weights) + SPARE_BYTES + window),
+        ("in_place", window),
+        ("20GiB", 20 << 30),
+        ("1.5 GB", 1_500_000_000),
+        ("4096", 4096),
+    ]:
+        assert abs(EngineSettings(reserve=reserve).reserved_bytes(weights, "cpu") - expected) <= 1
+    for wrong in ("much", "3 acres", "-1GB", ""):
+        with pytest.raises(ConfigError, match="is not a size"):
+            EngineSettings(reserve=wrong)

@@ -12,8 +12,10 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from weft.errors import VersionError, WeftError
+from weft.config import EngineSettings
+from weft.errors import ConfigError, TransportError, VersionError, WeftError
 from weft.runtime.receive.receiver import Receiver
+from weft.runtime.receive.reservation import Reservation
 
 log = logging.getLogger(__name__)
 
@@ -36,6 +38,8 @@ class EngineRank:
         self._is_torn = False
         """Whether a controller was left with torn weights, or the weights were discarded."""
         self._is_asleep = False
+        self.reservation: Reservation | None = None
+        """What versions may land in; None: whatever there is when a plan comes."""
 
     @property
     def has_joined(self) -> bool:
@@ -72,6 +76,9 @@ class EngineRank:
         self._is_asleep = True
         self.leave("the engine sleeps")
         self._is_torn = self._is_torn or discards
+        if self.reservation is not None:
+            self.reservation.close()
+            self.reservation = None
 
     def wake_up(self) -> None:
         """The weights have memory again; join anew, for it may be other memory."""
@@ -154,6 +161,20 @@ class EngineRank:
             "num_commits": self._num_commits,
             "pause_s": self._pause_s,
         }
+
+
+def reserved(device: str, weight_bytes: int, settings: EngineSettings) -> Reservation | None:
+    """Memory that is set aside for versions, before the engine gives it to something else; None if none is."""
+    num_bytes = settings.reserved_bytes(weight_bytes, device)
+    if not num_bytes:
+        return None
+    try:
+        return Reservation(device, num_bytes)
+    except (MemoryError, OSError, TransportError) as error:
+        raise ConfigError(
+            f"there is no memory to reserve {num_bytes / 1e9:.3f} GB for versions: {error}",
+            hint="give the engine less memory, or set WEFT_RESERVE to in_place, patch, or none",
+        ) from error
 
 
 def _serves(receiver: Receiver, version: int) -> bool:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from weft.devices import CPU
 from weft.transport.base import Memory, ordinary_memory
+from weft.transport.cuda_driver import CudaDriver
+from weft.transport.pages import Pages
 
 
 def own_memory(device: str, num_bytes: int, *, on_host: bool = False) -> Memory:
@@ -14,3 +18,26 @@ def own_memory(device: str, num_bytes: int, *, on_host: bool = False) -> Memory:
 
     made = pinned_memory(num_bytes) if on_host else GpuWork(int(device.partition(":")[2])).allocate(num_bytes)
     return Memory(address=made.data_ptr(), num_bytes=num_bytes, keep=made)
+
+
+class Placeholder:
+    """Memory that is held for later. `num_bytes` as asked for."""
+
+    def __init__(self, num_bytes: int, free: Callable[[], None]) -> None:
+        self.num_bytes = num_bytes
+        self._free = free
+
+    def free(self) -> None:
+        """Give it back to the device."""
+        self._free()
+
+
+def placeholder(device: str, num_bytes: int) -> Placeholder:
+    """Hold memory of a device, pages included; on GPUs outside PyTorch's caching allocator."""
+    if device == CPU:
+        pages = Pages(num_bytes)
+        pages.populate()
+        return Placeholder(num_bytes, pages.close)
+    driver = CudaDriver(int(device.partition(":")[2]))
+    address = driver.allocate(num_bytes)
+    return Placeholder(num_bytes, lambda: driver.free(address))

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from weft import native
 from weft.core.planes import Planes
-from weft.errors import PeerLost, RegistrationError, TransportError, TransportUnavailable
+from weft.errors import PeerLost, RegistrationError, TransportError
 from weft.transport.base import (
     MAX_WRITERS,
     Batch,
@@ -28,12 +28,10 @@ from weft.transport.base import (
     Memory,
     Ranges,
 )
+from weft.transport.cuda_driver import CudaDriver
 from weft.transport.host import CELL_BYTES, LivingProcess, ProcessIdentity
 from weft.transport.mapped import MappedTransport
 from weft.transport.shm import SharedMemory
-
-HANDLE_BYTES = 64
-_LAZY_PEER_ACCESS = 1
 
 
 class _EndpointData(msgspec.Struct, frozen=True):
@@ -47,59 +45,10 @@ class _DescriptorData(msgspec.Struct, frozen=True):
     """Where the allocation that contains the memory begins, in its owner's address space."""
 
 
-class _IpcHandle(ctypes.Structure):
-    _fields_ = (("reserved", ctypes.c_byte * HANDLE_BYTES),)
-
-
-class _Driver:
-    """The few calls of the CUDA driver that are needed; every call makes the device's context current."""
-
-    def __init__(self, index: int) -> None:
-        try:
-            self._library = ctypes.CDLL("libcuda.so.1")
-        except OSError as error:
-            raise TransportUnavailable("no CUDA driver on this machine", hint="use shm for CPU memory") from error
-        self._context = ctypes.c_void_p()
-        device = ctypes.c_int()
-        self._call("cuInit", 0)
-        self._call("cuDeviceGet", ctypes.byref(device), index)
-        self._call("cuDevicePrimaryCtxRetain", ctypes.byref(self._context), device)
-
-    def _call(self, name: str, *arguments: object) -> None:
-        code = getattr(self._library, name)(*arguments)
-        if code:
-            text = ctypes.c_char_p()
-            self._library.cuGetErrorName(code, ctypes.byref(text))
-            raise TransportError(f"{name} failed: {(text.value or b'').decode() or code}")
-
-    def export(self, address: int) -> tuple[bytes, int]:
-        """The handle of the allocation that contains an address, and where it begins."""
-        self._call("cuCtxSetCurrent", self._context)
-        base, size, handle = ctypes.c_uint64(), ctypes.c_size_t(), _IpcHandle()
-        pointer = ctypes.c_uint64(address)
-        self._call("cuMemGetAddressRange_v2", ctypes.byref(base), ctypes.byref(size), pointer)
-        self._call("cuIpcGetMemHandle", ctypes.byref(handle), base)
-        return bytes(handle), base.value
-
-    def open(self, handle: bytes) -> int:
-        """Map another process's allocation; returns where it begins here."""
-        self._call("cuCtxSetCurrent", self._context)
-        pointer = ctypes.c_uint64()
-        self._call(
-            "cuIpcOpenMemHandle_v2", ctypes.byref(pointer), _IpcHandle.from_buffer_copy(handle), _LAZY_PEER_ACCESS
-        )
-        return pointer.value
-
-    def close(self, pointer: int) -> None:
-        """Unmap it."""
-        self._call("cuCtxSetCurrent", self._context)
-        self._call("cuIpcCloseMemHandle", ctypes.c_uint64(pointer))
-
-
 @dataclass
 class _Peer:
     process: LivingProcess
-    driver: _Driver
+    driver: CudaDriver
     cells: SharedMemory
     ranges: Ranges = field(default_factory=Ranges)
     opened: dict[bytes, int] = field(default_factory=dict)
@@ -131,7 +80,7 @@ class CudaIpcTransport(MappedTransport[_Peer]):
 
         super().__init__(member, writer=writer, num_threads=num_threads)
         index = int(device.partition(":")[2] or 0)
-        self._driver = _Driver(index)
+        self._driver = CudaDriver(index)
         self._work = GpuWork(index)
         self._cells = SharedMemory(MAX_WRITERS * CELL_BYTES)
 

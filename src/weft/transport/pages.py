@@ -12,6 +12,8 @@ import ctypes
 import mmap
 from typing import Final
 
+import numpy as np
+
 _PROT_NONE: Final = 0
 _MAP_PRIVATE, _MAP_FIXED, _MAP_ANONYMOUS, _MAP_NORESERVE = 0x02, 0x10, 0x20, 0x4000
 _FAILED: Final = ctypes.c_void_p(-1).value
@@ -40,6 +42,15 @@ class Pages:
             self._map.madvise(mmap.MADV_HUGEPAGE)
         self.num_bytes = num_bytes
         self.address = address_of(self._map)
+
+    def populate(self) -> None:
+        """Have a page of memory behind every address."""
+        view = np.frombuffer(self._map, dtype=np.uint8)
+        view[:: mmap.PAGESIZE] = 0
+
+    def close(self) -> None:
+        """Free the pages and the addresses; nobody may know them."""
+        self._map.close()
 
     def give_up(self) -> bool:
         """Free the pages; whoever writes to these addresses from now on fails."""

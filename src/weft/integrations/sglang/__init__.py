@@ -33,6 +33,7 @@ def plug_in() -> None:
             scheduler.processing,
             HookType.AROUND,
         ),
+        "sglang.srt.model_executor.model_runner.ModelRunner.load_model": (scheduler.loaded, HookType.AFTER),
         f"{SCHEDULER}.run_event_loop": (scheduler.running, HookType.AROUND),
         f"{SCHEDULER}.ingest_requests": (scheduler.between_iterations, HookType.AFTER),
         f"{UPDATER}.release_memory_occupation": (scheduler.releasing_memory, HookType.AROUND),

@@ -36,12 +36,13 @@ from sglang.utils import TypeBasedDispatcher
 from weft.config import CachePolicy, EngineSettings, engine_settings
 from weft.errors import ConfigError, LayoutError
 from weft.integrations.checkpoint import checkpoint_tensors
-from weft.integrations.engine_rank import EngineRank
+from weft.integrations.engine_rank import EngineRank, reserved
 from weft.integrations.torch import weights_of_pieces
 from weft.integrations.touching import touched_modules
 from weft.integrations.tracing import trace_loader
 from weft.runtime.control.security import security_in
 from weft.runtime.receive.receiver import Receiver
+from weft.runtime.receive.reservation import Reservation
 from weft.runtime.weights import Weights
 
 log = logging.getLogger("sglang.weft")
@@ -55,12 +56,26 @@ HELD = 2
 HOOKED: list[str] = []
 """What must be hooked in a scheduler; SGLang only logs where that fails."""
 _TOUCHED: WeakKeyDictionary[torch.nn.Module, set[str]] = WeakKeyDictionary()
+_RESERVED: WeakKeyDictionary[torch.nn.Module, Reservation | None] = WeakKeyDictionary()
+"""What was set aside for versions when a model was loaded."""
 
 
 def processing(original: Callable[..., Any], model: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
     """SGLang processes what it has loaded: see which modules are left as they were loaded."""
     touched = touched_modules(model, lambda: original(model, *args, **kwargs))
     _TOUCHED.setdefault(model, set()).update(touched)
+
+
+def loaded(_: Any, runner: Any) -> None:
+    """The model has its memory, and the KV cache not yet."""
+    if not runner.is_draft_worker:
+        _RESERVED[runner.model] = _reserved(runner.model)
+
+
+def _reserved(model: torch.nn.Module) -> Reservation | None:
+    parameters = list(model.parameters())
+    num_bytes = sum(parameter.numel() * parameter.element_size() for parameter in parameters)
+    return reserved(str(parameters[0].device), num_bytes, engine_settings({}))
 
 
 def running(original: Callable[..., Any], scheduler: Any) -> Any:
@@ -143,6 +158,8 @@ class Attendant:
         runner = scheduler.tp_worker.model_runner
         rank = settings.first_rank + (parallel.dp_rank or 0) * parallel.tp_size + parallel.tp_rank
         self._rank = EngineRank(rank, lambda: post_load_weights(runner.model))
+        self._rank.reservation = _RESERVED.pop(runner.model, None)
+        self._model = runner.model
         self._weights = loaded_weights(runner.model, Path(runner.model_config.model_path))
         self._join()
         self._version: int | None = None
@@ -161,6 +178,7 @@ class Attendant:
                 settings.controller,
                 rank=self._rank.rank,
                 weights=self._weights,
+                reservation=self._rank.reservation,
                 on_wanted=_look_in_every_iteration,
                 security=security_in(settings.keys, settings.key),
             )
@@ -173,6 +191,7 @@ class Attendant:
     def wake_up(self) -> None:
         """The weights have memory again, on all ranks; if they were discarded, the engine waits for others."""
         self._rank.wake_up()
+        self._rank.reservation = _reserved(self._model)
         self._join()
         if self._rank.status()["is_poisoned"] and self._wants_pause is None:
             log.warning("weft: the engine's weights were discarded; it serves again after the next version")

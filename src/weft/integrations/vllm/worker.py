@@ -27,10 +27,12 @@ from vllm.distributed.weight_transfer.base import (
 
 from weft.config import EngineSettings, engine_settings
 from weft.errors import ConfigError, WeftError
-from weft.integrations.engine_rank import EngineRank
+from weft.integrations.engine_rank import EngineRank, reserved
 from weft.integrations.vllm.loading import LoadedModel
 from weft.runtime.control.security import client_keys, security_in
 from weft.runtime.receive.receiver import Receiver
+from weft.runtime.receive.reservation import Reservation
+from weft.runtime.weights import Weights
 
 log = logging.getLogger("vllm.weft")
 
@@ -83,6 +85,8 @@ class WeftTransfer(WeightTransferEngine[WeftInit, WeftUpdate]):
         self._notice_lock = threading.Lock()
         if self._settings.controller:
             self._join(self._settings)
+        else:
+            self._reservation(self._weights())
 
     def _rank_of(self, settings: EngineSettings) -> int:
         """This worker's rank among all engine ranks."""
@@ -113,21 +117,33 @@ class WeftTransfer(WeightTransferEngine[WeftInit, WeftUpdate]):
                 "vLLM's expert load balancing moves experts, so that weft does not know where their weights are",
                 hint="start vLLM without --enable-eplb, or without weft's controller",
             )
+        self._rank.rank = self._rank_of(settings)
+        weights = self._weights()
+        self._rank.join(
+            Receiver(
+                settings.controller,
+                rank=self._rank.rank,
+                weights=weights,
+                reservation=self._reservation(weights),
+                on_wanted=self._notice,
+                security=security_in(settings.keys, settings.key),
+            )
+        )
+
+    def _weights(self) -> Weights:
+        """What is received."""
         if self._loaded is None:
             with set_current_vllm_config(self.vllm_config):
                 self._loaded = LoadedModel(self.model, self.model_config)
             staged = self._loaded.num_staged_bytes
             log.info("weft: %d copies traced, %.1f MB staged", len(self._loaded.trace.copies), staged / 1e6)
-        self._rank.rank = self._rank_of(settings)
-        self._rank.join(
-            Receiver(
-                settings.controller,
-                rank=self._rank.rank,
-                weights=self._loaded.weights(),
-                on_wanted=self._notice,
-                security=security_in(settings.keys, settings.key),
-            )
-        )
+        return self._loaded.weights()
+
+    def _reservation(self, weights: Weights) -> Reservation | None:
+        """Made when the model is loaded, which is before vLLM looks how much memory is left for its KV cache."""
+        if self._rank.reservation is None:
+            self._rank.reservation = reserved(weights.device, weights.num_bytes, self._settings)
+        return self._rank.reservation
 
     def init_transfer_engine(self, init_info: WeftInit) -> None:
         """Join a controller; once more if it is another one."""

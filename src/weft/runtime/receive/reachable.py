@@ -10,6 +10,7 @@ import numpy as np
 
 from weft.runtime.control.messages import Opened, Writer, pack
 from weft.runtime.receive.landing import check_contiguous
+from weft.runtime.receive.reservation import Reservation
 from weft.runtime.transports import OpenTransports
 from weft.runtime.weights import Weights
 from weft.transport.base import Memory
@@ -27,9 +28,9 @@ class _Quarantined:
 class ReachableMemory:
     """Where versions land, through which transports."""
 
-    def __init__(self, weights: Weights, transports: OpenTransports) -> None:
+    def __init__(self, weights: Weights, transports: OpenTransports, reservation: Reservation | None = None) -> None:
         self.weights = weights
-        self._transports = transports
+        self._transports, self._reservation = transports, reservation
         self.landing: Memory | None = None
         """Where streams land, beside the live weights."""
         self.patches: Memory | None = None
@@ -51,19 +52,27 @@ class ReachableMemory:
     def make_room_for_patches(self, num_bytes: int) -> None:
         """Memory for the patches of all trainers."""
         if self.patches is None or self.patches.num_bytes < num_bytes:
-            self.patches = self._transports.allocate(max(num_bytes, 1))
+            self.patches = None
+            self.patches = self._make(num_bytes)
 
     def stage(self, num_bytes: int) -> None:
         """Let versions land beside the live weights."""
         if self.landing is None or self.landing.num_bytes < num_bytes:
             self.landing = None  # the old one first: both may not fit
-            self.landing = self._transports.allocate(max(num_bytes, 1))
+            self.landing = self._make(num_bytes)
+
+    def _make(self, num_bytes: int) -> Memory:
+        """Memory that transports reach, of what was reserved if anything was."""
+        if self._reservation is None:
+            return self._transports.allocate(max(num_bytes, 1))
+        return self._reservation.take(max(num_bytes, 1), self._transports.allocate)
 
     def land_in_live(self, *, window_bytes: int = 0, rehome: bool = False) -> None:
         """Let versions land in the live weights, or in a window; `rehome` moves them where others can reach them."""
         check_contiguous(self.weights)
         if window_bytes and (self.window is None or self.window.num_bytes < window_bytes):
-            self.window = self._transports.allocate(window_bytes)
+            self.window = None
+            self.window = self._make(window_bytes)
         if rehome and self.weights.rehome is not None:
             self.weights = self.weights.rehome(self._transports.allocate)
         self._is_offered = True

@@ -32,7 +32,7 @@ from typing import Any, Self
 
 from weft.config import DeltaPolicy, ReceiverMode
 from weft.devices import DeviceWork, device_work
-from weft.errors import IntegrityError, ProtocolError, TransferTimeout, TransportError, WeftError
+from weft.errors import ConfigError, IntegrityError, ProtocolError, TransferTimeout, TransportError, WeftError
 from weft.runtime.control.member import ControlThread, Duties
 from weft.runtime.control.messages import (
     At,
@@ -59,6 +59,7 @@ from weft.runtime.receive.landing import Landing
 from weft.runtime.receive.modes import MODES, Mode, Shadow
 from weft.runtime.receive.rank_state import Ending, RankState, Turn
 from weft.runtime.receive.reachable import ReachableMemory
+from weft.runtime.receive.reservation import OutOfReserve, Reservation
 from weft.runtime.transports import OpenTransports
 from weft.runtime.weights import Weights
 from weft.transport.base import Transport
@@ -96,10 +97,11 @@ class Receiver:
         transport: Transport[Any] | None = None,
         on_wanted: Callable[[int | None], None] | None = None,
         security: Security | None = None,
+        reservation: Reservation | None = None,
     ) -> None:
         """`transport`: for tests; otherwise the controller chooses.
 
-        `security`: the keys to join with, `engine.key` by default.
+        `security`: the keys to join with, `engine.key` by default. `reservation`: what versions may land in.
 
         `on_wanted` is for engines that have a driver, which lets all ranks commit together and does not call `poll` at
         every step: it is called, on another thread, when the engine's thread should commit (with the version that is
@@ -112,7 +114,7 @@ class Receiver:
         self._transports = OpenTransports(
             self._member, rank=rank, device=weights.device, controller=address, given=transport
         )
-        self._memory = ReachableMemory(weights, self._transports)
+        self._memory = ReachableMemory(weights, self._transports, reservation)
         self._place = self._transports.place(shareable=weights.rehome is not None)
         self._exposure = Exposure(self._place)
         self._writers: list[Writer] = []  # trainers of the present round
@@ -453,8 +455,15 @@ class Receiver:
             self._open(message)
         except (MemoryError, OSError, RuntimeError) as error:
             if not self._memory.num_quarantined:
+                if isinstance(error, OutOfReserve):
+                    raise self._too_large(error) from error
                 raise
             self._block(f"there is no memory to land in while a lost writer could still use the old one: {error}")
+
+    def _too_large(self, error: OutOfReserve) -> ConfigError:
+        mode = self._control.settings.mode
+        hint = f"start the engine with WEFT_RESERVE={mode} or more, or choose a mode that needs less (in_place, patch)"
+        return ConfigError(f"{self._member} in mode {mode}: {error}", hint=hint)
 
     def _keep_out(self, unsettled: Sequence[Writer]) -> bool:
         """Take memory out of the reach of lost writers; False where that has to wait."""

@@ -1,0 +1,71 @@
+"""The few calls of the CUDA driver that PyTorch does not offer."""
+
+from __future__ import annotations
+
+import ctypes
+
+from weft.errors import TransportError, TransportUnavailable
+
+HANDLE_BYTES = 64
+_LAZY_PEER_ACCESS = 1
+
+
+class _IpcHandle(ctypes.Structure):
+    _fields_ = (("reserved", ctypes.c_byte * HANDLE_BYTES),)
+
+
+class CudaDriver:
+    """The few calls of the CUDA driver that are needed; every call makes the device's context current."""
+
+    def __init__(self, index: int) -> None:
+        try:
+            self._library = ctypes.CDLL("libcuda.so.1")
+        except OSError as error:
+            raise TransportUnavailable("no CUDA driver on this machine", hint="use shm for CPU memory") from error
+        self._context = ctypes.c_void_p()
+        device = ctypes.c_int()
+        self._call("cuInit", 0)
+        self._call("cuDeviceGet", ctypes.byref(device), index)
+        self._call("cuDevicePrimaryCtxRetain", ctypes.byref(self._context), device)
+
+    def _call(self, name: str, *arguments: object) -> None:
+        code = getattr(self._library, name)(*arguments)
+        if code:
+            text = ctypes.c_char_p()
+            self._library.cuGetErrorName(code, ctypes.byref(text))
+            raise TransportError(f"{name} failed: {(text.value or b'').decode() or code}")
+
+    def export(self, address: int) -> tuple[bytes, int]:
+        """The handle of the allocation that contains an address, and where it begins."""
+        self._call("cuCtxSetCurrent", self._context)
+        base, size, handle = ctypes.c_uint64(), ctypes.c_size_t(), _IpcHandle()
+        pointer = ctypes.c_uint64(address)
+        self._call("cuMemGetAddressRange_v2", ctypes.byref(base), ctypes.byref(size), pointer)
+        self._call("cuIpcGetMemHandle", ctypes.byref(handle), base)
+        return bytes(handle), base.value
+
+    def open(self, handle: bytes) -> int:
+        """Map another process's allocation; returns where it begins here."""
+        self._call("cuCtxSetCurrent", self._context)
+        pointer = ctypes.c_uint64()
+        self._call(
+            "cuIpcOpenMemHandle_v2", ctypes.byref(pointer), _IpcHandle.from_buffer_copy(handle), _LAZY_PEER_ACCESS
+        )
+        return pointer.value
+
+    def close(self, pointer: int) -> None:
+        """Unmap it."""
+        self._call("cuCtxSetCurrent", self._context)
+        self._call("cuIpcCloseMemHandle", ctypes.c_uint64(pointer))
+
+    def allocate(self, num_bytes: int) -> int:
+        """Memory of the device, beside PyTorch's caching allocator."""
+        self._call("cuCtxSetCurrent", self._context)
+        pointer = ctypes.c_uint64()
+        self._call("cuMemAlloc_v2", ctypes.byref(pointer), ctypes.c_size_t(num_bytes))
+        return pointer.value
+
+    def free(self, pointer: int) -> None:
+        """Give it back."""
+        self._call("cuCtxSetCurrent", self._context)
+        self._call("cuMemFree_v2", ctypes.c_uint64(pointer))

@@ -1,0 +1,99 @@
+"""Memory an engine sets aside for versions: held until it is needed, and never more of it given out."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import weft
+from weft.errors import WeftError
+from weft.runtime.receive.reservation import OutOfReserve, Reservation
+from weft.runtime.weights import Weights
+from weft.transport.base import ordinary_memory
+
+MB = 1_000_000
+SOON_S = 20.0
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
+
+
+def test_what_is_reserved_is_held_until_it_is_needed():
+    before = resident_bytes()
+    reservation = Reservation("cpu", 64 * MB)
+    assert resident_bytes() - before > 60 * MB
+    memory = reservation.take(48 * MB, ordinary_memory)
+    assert memory.num_bytes == reservation.in_use == 48 * MB
+    assert resident_bytes() - before < 30 * MB, "what was not needed is still held, the rest made way"
+    del memory
+    assert reservation.in_use == 0
+    reservation.hold()
+    assert resident_bytes() - before > 60 * MB
+    reservation.close()
+    assert resident_bytes() - before < 10 * MB
+
+
+def test_more_than_was_reserved_is_refused_with_both_figures():
+    reservation = Reservation("cpu", 10 * MB)
+    kept = reservation.take(6 * MB, ordinary_memory)
+    with pytest.raises(OutOfReserve, match=r"need 0\.005 GB .* 0\.010 GB were reserved, of which 0\.006 GB are in use"):
+        reservation.take(5 * MB, ordinary_memory)
+    assert reservation.in_use == kept.num_bytes
+
+
+def test_what_cannot_be_allocated_stays_reserved():
+    reservation = Reservation("cpu", 10 * MB)
+
+    def fail(_: int) -> None:
+        raise MemoryError("the transport has none")
+
+    with pytest.raises(MemoryError, match="the transport has none"):
+        reservation.take(5 * MB, fail)
+    assert reservation.in_use == 0
+    assert reservation.take(10 * MB, ordinary_memory).num_bytes == 10 * MB
+
+
+def test_an_engine_with_too_little_says_so_on_both_sides():
+    """Weights of 4 MB, in mode shadow; 1 MB was reserved."""
+    trained, served = np.ones(1_000_000, dtype=np.float32), np.zeros(1_000_000, dtype=np.float32)
+    with (
+        weft.Controller(num_trainers=1, num_engine_ranks=1) as controller,
+        weft.Sender(controller.address, rank=0, weights=Weights.from_arrays({"w": trained}), timeout_s=3.0) as sender,
+        weft.Receiver(
+            controller.address,
+            rank=0,
+            weights=Weights.from_arrays({"w": served}),
+            reservation=Reservation("cpu", MB),
+        ) as receiver,
+    ):
+        with pytest.raises(
+            WeftError, match=r"versions need 0\.004 GB to land in, but 0\.001 GB were reserved"
+        ) as raised:
+            receiver.wait(SOON_S)
+        assert "WEFT_RESERVE=shadow" in (raised.value.hint or "")
+        with pytest.raises(WeftError, match=r"0\.001 GB were reserved"):
+            sender.publish(version=1).wait_committed(SOON_S)
+
+
+@pytest.mark.parametrize("mode", ["shadow", "in_place", "patch"])
+def test_the_bound_of_a_mode_is_enough_for_it(mode):
+    trained, served = np.ones(1_000_000, dtype=np.float32), np.zeros(1_000_000, dtype=np.float32)
+    bound = weft.config.EngineSettings(reserve=mode).reserved_bytes(served.nbytes, "cpu")
+    settings = weft.TransferSettings(mode=mode, delta="on" if mode == "patch" else "off")
+    reservation = Reservation("cpu", bound)
+    with (
+        weft.Controller(num_trainers=1, num_engine_ranks=1, settings=settings) as controller,
+        weft.Sender(controller.address, rank=0, weights=Weights.from_arrays({"w": trained})) as sender,
+        weft.Receiver(
+            controller.address, rank=0, weights=Weights.from_arrays({"w": served}), reservation=reservation
+        ) as receiver,
+    ):
+        publication = sender.publish(version=1)
+        receiver.wait(SOON_S).commit(SOON_S)
+        publication.wait_committed(SOON_S)
+        np.testing.assert_array_equal(served, trained)
+        assert reservation.in_use <= bound
