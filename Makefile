@@ -6,7 +6,10 @@ PIP    := $(BIN)/python -m pip --disable-pip-version-check --quiet
 
 ENGINES := .venv-engines
 
-.PHONY: demo test test-engines storm check bench bench-engines docs clean
+.PHONY: help demo test test-engines storm check bench bench-engines docs clean
+
+help:                               ## what there is to make
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 demo: $(VENV)/.installed            ## a policy learns while weft keeps its engines fresh: a minute on two cores
 	@$(BIN)/weft demo
@@ -44,7 +47,7 @@ bench-engines: $(ENGINES)/.installed ## how long a real engine stands still for 
 docs: $(VENV)/.dev                  ## refresh the generated tables in README.md and docs/
 	$(BIN)/python docs/generate.py
 
-clean:
+clean:                              ## remove environments and caches
 	rm -rf $(VENV) $(ENGINES) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 $(VENV)/.installed: pyproject.toml constraints.txt

@@ -1,7 +1,22 @@
 """The exception tree. Every error weft raises on purpose is a `WeftError`.
 
-A message says what happened to which noun, what was expected and what was found; the remedy is
-`error.hint`. The command line prints `error:` and `hint:` and exits with code 2.
+    WeftError
+    ├── ConfigError       a setting, text or file given by the user
+    ├── LayoutError       tensors and shards that do not fit together; names every one of them
+    ├── PlanError         a plan that is not exact, or a damaged plan file
+    ├── TransportError    bytes that could not be moved
+    │   ├── TransportUnavailable    not on this machine
+    │   ├── RegistrationError       memory that is not registered, or cannot be
+    │   ├── PeerLost                a member that is gone or silent
+    │   └── TransferTimeout         a deadline that has passed
+    ├── CodecError        bytes that cannot be decoded, or converted
+    ├── IntegrityError    bytes that are not those that were sent
+    ├── ProtocolError     a message that makes no sense
+    ├── AuthError         a key that does not permit this
+    └── VersionError      a version that cannot be published, or was aborted
+
+A message says what happened to which noun, what was expected and what was found; the remedy is `error.hint`. The
+command line prints `error:` and `hint:` and exits with code 2.
 
     raise ConfigError("`tp3` cannot split 8 attention heads", hint="use a divisor of 8: 1, 2, 4, 8")
 """
