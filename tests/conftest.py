@@ -24,20 +24,16 @@ settings.register_profile("explore", deadline=None, print_blob=True)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
 
 MACHINE = pytest.StashKey[Machine]()
-STOOD_STILL = pytest.StashKey[list[str]]()
 MAX_REPEATS = 2
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if not items or not config.pluginmanager.hasplugin("rerunfailures"):
+    if not items or config.option.usepdb or not config.pluginmanager.hasplugin("rerunfailures"):
         return
     machine = config.stash[MACHINE] = Machine()
-    seen = config.stash[STOOD_STILL] = []
 
     def failed_by_machine(error: BaseException | None) -> bool:
-        what = machine.stands_still() if error is not None else ""
-        seen.extend([what] if what else [])
-        return bool(what)
+        return error is not None and bool(machine.stands_still())
 
     for item in items:
         item.add_marker(pytest.mark.flaky(reruns=MAX_REPEATS, condition=failed_by_machine))
@@ -49,9 +45,10 @@ def _only_what_happens_in_this_test(request: pytest.FixtureRequest) -> None:
         machine.stood_still()
 
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    for what in config.stash.get(STOOD_STILL, []):
-        terminalreporter.write_line(f"a test was repeated, for the machine failed: {what}", yellow=True)
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Also what workers repeated."""
+    for report in terminalreporter.stats.get("rerun", []):
+        terminalreporter.write_line(f"REPEATED {report.nodeid}: the machine stood still", yellow=True)
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:

@@ -102,7 +102,7 @@ def notice(attendant: Any, version: int | None, *ranks: int, controller: str = "
     from weft.integrations.vllm.worker import Notice  # noqa: PLC0415
 
     for rank in ranks:
-        attendant._notices.put(Notice(rank=rank, version=version, controller=controller))
+        attendant._notices.put(Notice(rank=rank, version=version, controller=controller, num_joins=1))
 
 
 def test_a_version_that_one_worker_does_not_have_is_not_committed(core, attendant):

@@ -17,6 +17,7 @@ BEAT_S = 0.02
 LATE_S = 0.5
 """A beat that is later than this was not late because of other processes on the machine."""
 LOOK_S = 1.0
+CLOSE_S = 5.0
 STOLEN_SHARE = 0.25
 """Of the processors' time, within `LOOK_S`."""
 
@@ -43,7 +44,14 @@ class Machine:
         return self.stood_still()
 
     def close(self) -> None:
-        self._process.communicate(timeout=10.0)
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        try:
+            self._process.wait(CLOSE_S)
+        except subprocess.TimeoutExpired:  # a process the tests have left holds its input
+            self._process.kill()
+            self._process.wait()
+        self._said.close()
 
 
 def _stolen_s() -> float:

@@ -45,6 +45,24 @@ def test_more_than_was_reserved_is_refused_with_both_figures():
     assert reservation.in_use == kept.num_bytes
 
 
+def test_memory_that_was_given_up_does_not_count():
+    """Its pages are freed, although its addresses are kept out of use for a lost writer."""
+    reservation = Reservation("cpu", 10 * MB)
+    quarantined = reservation.take(8 * MB, ordinary_memory)
+    assert quarantined.give_up()
+    assert reservation.in_use == 0
+    following = reservation.take(8 * MB, ordinary_memory)
+    del quarantined
+    assert reservation.in_use == following.num_bytes
+
+
+def test_nothing_can_be_taken_of_what_was_closed():
+    reservation = Reservation("cpu", 10 * MB)
+    reservation.close()
+    with pytest.raises(OutOfReserve):
+        reservation.take(MB, ordinary_memory)
+
+
 def test_what_cannot_be_allocated_stays_reserved():
     reservation = Reservation("cpu", 10 * MB)
 
@@ -74,7 +92,7 @@ def test_an_engine_with_too_little_says_so_on_both_sides():
             WeftError, match=r"versions need 0\.004 GB to land in, but 0\.001 GB were reserved"
         ) as raised:
             receiver.wait(SOON_S)
-        assert "WEFT_RESERVE=shadow" in (raised.value.hint or "")
+        assert "WEFT_RESERVE=4MB" in (raised.value.hint or "")
         with pytest.raises(WeftError, match=r"0\.001 GB were reserved"):
             sender.publish(version=1).wait_committed(SOON_S)
 

@@ -19,6 +19,8 @@ from weft.runtime.receive.reservation import Reservation
 
 log = logging.getLogger(__name__)
 
+SETTLE_S = 5.0
+"""How long falling asleep may wait for the end of a version, whose writers would have to be kept out otherwise."""
 NOTICE_S = 5.0
 """How long a rank waits for a version another rank of its engine has heard of."""
 
@@ -38,6 +40,8 @@ class EngineRank:
         self._is_torn = False
         """Whether a controller was left with torn weights, or the weights were discarded."""
         self._is_asleep = False
+        self._discards = False
+        """Whether the weights are not brought back when the engine wakes up."""
         self.reservation: Reservation | None = None
         """What versions may land in; None: whatever there is when a plan comes."""
 
@@ -62,6 +66,8 @@ class EngineRank:
         if receiver is not None:
             self._is_torn = self._is_torn or receiver.is_poisoned
             receiver.close(reason)
+        if self.reservation is not None:
+            self.reservation.hold()
 
     @property
     def is_asleep(self) -> bool:
@@ -73,16 +79,22 @@ class EngineRank:
 
         `discards`: the weights are not brought back when it wakes up.
         """
-        self._is_asleep = True
-        self.leave("the engine sleeps")
-        self._is_torn = self._is_torn or discards
+        if self._receiver is not None and not self._receiver.settle(SETTLE_S):
+            log.warning("weft: engine %d falls asleep while a version is being written", self.rank)
+        self._is_asleep, self._discards = True, discards
         if self.reservation is not None:
             self.reservation.close()
             self.reservation = None
+        self.leave("the engine sleeps")
+
+    def stay_awake(self) -> None:
+        """The engine could not fall asleep; its weights are what they were."""
+        self._is_asleep = self._discards = False
 
     def wake_up(self) -> None:
-        """The weights have memory again; join anew, for it may be other memory."""
-        self._is_asleep = False
+        """The weights have memory again, perhaps other memory; the rank has joined anew."""
+        self._is_torn = self._is_torn or self._discards
+        self._is_asleep = self._discards = False
 
     def renew(self) -> None:
         """The engine has loaded whole weights by other means."""

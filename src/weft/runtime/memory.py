@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 
 from weft.devices import CPU
@@ -25,7 +26,8 @@ class Placeholder:
 
     def __init__(self, num_bytes: int, free: Callable[[], None]) -> None:
         self.num_bytes = num_bytes
-        self._free = free
+        self._free = weakref.finalize(self, free)
+        self._free.atexit = False  # the device takes everything back by itself then
 
     def free(self) -> None:
         """Give it back to the device."""

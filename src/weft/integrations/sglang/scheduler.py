@@ -34,7 +34,7 @@ from sglang.srt.runtime_context import get_exec, get_parallel
 from sglang.utils import TypeBasedDispatcher
 
 from weft.config import CachePolicy, EngineSettings, engine_settings
-from weft.errors import ConfigError, LayoutError
+from weft.errors import ConfigError, LayoutError, WeftError
 from weft.integrations.checkpoint import checkpoint_tensors
 from weft.integrations.engine_rank import EngineRank, reserved
 from weft.integrations.torch import weights_of_pieces
@@ -119,9 +119,15 @@ def with_new_request(_: Any, scheduler: Any, request: Any) -> None:
 def releasing_memory(original: Callable[..., Any], updater: Any, request: Any) -> Any:
     """Users take the engine's memory away, perhaps that of its weights."""
     attendant = getattr(updater.scheduler, "weft", None)
-    if attendant is not None and _names_weights(request):
-        attendant.fall_asleep()
-    return original(updater, request)
+    if attendant is None or not _names_weights(request):
+        return original(updater, request)
+    backed_up = get_exec().features.enable_weights_cpu_backup
+    attendant.fall_asleep(discards=updater.memory_saver_adapter.enabled and not backed_up)
+    try:
+        return original(updater, request)
+    except BaseException:
+        attendant.stay_awake()
+        raise
 
 
 def resuming_memory(original: Callable[..., Any], updater: Any, request: Any) -> Any:
@@ -159,8 +165,7 @@ class Attendant:
         rank = settings.first_rank + (parallel.dp_rank or 0) * parallel.tp_size + parallel.tp_rank
         self._rank = EngineRank(rank, lambda: post_load_weights(runner.model))
         self._rank.reservation = _RESERVED.pop(runner.model, None)
-        self._model = runner.model
-        self._weights = loaded_weights(runner.model, Path(runner.model_config.model_path))
+        self._model, self._checkpoint = runner.model, Path(runner.model_config.model_path)
         self._join()
         self._version: int | None = None
         self._num_commits = 0
@@ -177,22 +182,39 @@ class Attendant:
             Receiver(
                 settings.controller,
                 rank=self._rank.rank,
-                weights=self._weights,
+                weights=loaded_weights(self._model, self._checkpoint),
                 reservation=self._rank.reservation,
                 on_wanted=_look_in_every_iteration,
                 security=security_in(settings.keys, settings.key),
             )
         )
 
-    def fall_asleep(self) -> None:
+    def fall_asleep(self, *, discards: bool) -> None:
         """Before the memory of the weights goes, on all ranks."""
-        self._rank.fall_asleep(discards=not get_exec().features.enable_weights_cpu_backup)
+        self._rank.fall_asleep(discards=discards)
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()  # what versions landed in is for others now
+
+    def stay_awake(self) -> None:
+        """SGLang could not give the memory away."""
+        self._rank.stay_awake()
+        self._join_again()
+
+    def _join_again(self) -> None:
+        """In SGLang's own loop, which must go on; the memory may still be lent out."""
+        try:
+            self._rank.reservation = _reserved(self._model)
+        except ConfigError as error:
+            log.warning("weft: %s", error)
+        try:
+            self._join()
+        except WeftError as error:
+            log.error("weft: the engine gets no versions any more: %s", error)
 
     def wake_up(self) -> None:
         """The weights have memory again, on all ranks; if they were discarded, the engine waits for others."""
+        self._join_again()
         self._rank.wake_up()
-        self._rank.reservation = _reserved(self._model)
-        self._join()
         if self._rank.status()["is_poisoned"] and self._wants_pause is None:
             log.warning("weft: the engine's weights were discarded; it serves again after the next version")
             self._stand_still(wants_pause=bool(self._scheduler._engine_paused))

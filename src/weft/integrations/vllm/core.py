@@ -20,7 +20,7 @@ import secrets
 import tempfile
 import threading
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import zmq
@@ -149,6 +149,14 @@ class Brake:
             scheduler.set_pause_state(wished)
 
 
+class _Wanted(NamedTuple):
+    """A version that all workers should commit, as they heard of it after the same join."""
+
+    controller: str
+    num_joins: int
+    version: int
+
+
 class Attendant:
     """Brings decided versions to the workers of one engine core. `attend` runs on the core's own thread."""
 
@@ -157,8 +165,8 @@ class Attendant:
         self._settings = settings_of(core.vllm_config)
         self._notices: queue.SimpleQueue[Notice] = queue.SimpleQueue()
         """What receivers want; from the listening thread."""
-        self._wanted: dict[tuple[str, int], set[int]] = {}
-        """Controllers' versions that want to be committed, and the workers that have them."""
+        self._wanted: dict[_Wanted, set[int]] = {}
+        """What wants to be committed, and the workers that have it."""
         self._is_stopping = False
         """Whether the cores of this engine are agreeing on a step."""
         self._must_resume = False
@@ -230,11 +238,11 @@ class Attendant:
         else:
             self._commit()
 
-    def _next(self) -> tuple[str, int] | None:
+    def _next(self) -> _Wanted | None:
         """The latest version that all workers have."""
         num_workers = self._core.vllm_config.parallel_config.world_size
         ready = [wanted for wanted, ranks in self._wanted.items() if len(ranks) == num_workers]
-        return max(ready, key=lambda wanted: wanted[1], default=None)
+        return max(ready, key=lambda wanted: (wanted.num_joins, wanted.version), default=None)
 
     def _take_notices(self) -> bool:
         """Whether any receiver wants something else than a commit."""
@@ -245,7 +253,8 @@ class Attendant:
                 if notice.version is None:
                     others = True
                 else:
-                    self._wanted.setdefault((notice.controller, notice.version), set()).add(notice.rank)
+                    wanted = _Wanted(notice.controller, notice.num_joins, notice.version)
+                    self._wanted.setdefault(wanted, set()).add(notice.rank)
         return others
 
     def _must_finish_batches(self) -> bool:
@@ -282,8 +291,9 @@ class Attendant:
     def _commit(self) -> None:
         answers, wanted = [], self._next()
         if wanted is not None:
-            answers = self._ask_workers("weft_serve", wanted[1], self._settings.stand_still_s)
-            self._wanted = {key: ranks for key, ranks in self._wanted.items() if key[0] != wanted[0] or key > wanted}
+            answers = self._ask_workers("weft_serve", wanted.version, self._settings.stand_still_s)
+            others = (key for key in self._wanted if key.controller != wanted.controller or key > wanted)
+            self._wanted = {key: self._wanted[key] for key in others}
         is_torn = _is_torn(answers)
         if hasattr(self._core, "dp_group"):  # cores that compute together stand still together
             is_torn = self._core.vllm_config.parallel_config.has_unfinished_dp(self._core.dp_group, is_torn)

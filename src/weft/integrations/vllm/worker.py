@@ -11,8 +11,8 @@ import contextlib
 import functools
 import logging
 import threading
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
@@ -49,6 +49,8 @@ class Notice(msgspec.Struct, frozen=True):
     """What wants to be committed; None: the receiver wants something else."""
     controller: str
     """Whose version it is."""
+    num_joins: int
+    """How often the worker has joined: what it said before it joined again does not count."""
 
 
 @dataclass
@@ -81,6 +83,7 @@ class WeftTransfer(WeightTransferEngine[WeftInit, WeftUpdate]):
         self._settings = settings_of(vllm_config)
         self._loaded: LoadedModel | None = None
         self._rank = EngineRank(self._rank_of(self._settings), self._process)
+        self._num_joins = 0
         self._notices: zmq.Socket[bytes] | None = None
         self._notice_lock = threading.Lock()
         if self._settings.controller:
@@ -101,12 +104,13 @@ class WeftTransfer(WeightTransferEngine[WeftInit, WeftUpdate]):
         with self._notice_lock:
             self._notices = notices
         if self._rank.has_joined:
-            self._notice(self._rank.wanted)  # what was missed until now
+            self._notice(self._num_joins, self._rank.wanted)  # what was missed until now
 
-    def _notice(self, version: int | None) -> None:
+    def _notice(self, num_joins: int, version: int | None) -> None:
         """On any thread: the engine core should attend."""
         rank, controller = self.parallel_config.rank, self._settings.controller
-        notice = msgspec.msgpack.encode(Notice(rank=rank, version=version, controller=controller))
+        said = Notice(rank=rank, version=version, controller=controller, num_joins=num_joins)
+        notice = msgspec.msgpack.encode(said)
         with self._notice_lock, contextlib.suppress(zmq.Again):  # a core that does not listen has ended
             if self._notices is not None:
                 self._notices.send(notice, zmq.NOBLOCK)
@@ -119,16 +123,18 @@ class WeftTransfer(WeightTransferEngine[WeftInit, WeftUpdate]):
             )
         self._rank.rank = self._rank_of(settings)
         weights = self._weights()
+        number = self._num_joins + 1
         self._rank.join(
             Receiver(
                 settings.controller,
                 rank=self._rank.rank,
                 weights=weights,
-                reservation=self._reservation(weights),
-                on_wanted=self._notice,
+                reservation=self._rank.reservation if self._rank.is_asleep else self._reservation(weights),
+                on_wanted=functools.partial(self._notice, number),
                 security=security_in(settings.keys, settings.key),
             )
         )
+        self._num_joins = number
 
     def _weights(self) -> Weights:
         """What is received."""
@@ -154,7 +160,8 @@ class WeftTransfer(WeightTransferEngine[WeftInit, WeftUpdate]):
         client_keys(security_in(settings.keys, settings.key), "engine")  # raises before the present controller is left
         self._rank.leave()
         self._settings = settings
-        self._join(settings)
+        if not self._rank.is_asleep:  # it joins when it wakes up
+            self._join(settings)
 
     def start_weight_update(self) -> None:
         """Versions arrive by themselves; there is nothing to prepare."""
@@ -194,16 +201,33 @@ class WeftTransfer(WeightTransferEngine[WeftInit, WeftUpdate]):
     def wake_up(self) -> None:
         """The weights have memory again."""
         if self._rank.is_asleep:
-            self._rank.wake_up()
+            self._reserve_again()
             if self._settings.controller:
                 self._join(self._settings)
+            self._rank.wake_up()
+
+    def stay_awake(self) -> None:
+        """vLLM could not fall asleep."""
+        if self._rank.is_asleep:
+            self._rank.stay_awake()
+            self._reserve_again()
+            if self._settings.controller:
+                self._join(self._settings)
+
+    def _reserve_again(self) -> None:
+        """The memory may still be lent out: then versions land in what there is when they come."""
+        try:
+            self._reservation(self._weights())
+        except ConfigError as error:
+            log.warning("weft: %s", error)
 
     def renew(self) -> None:
         """vLLM has loaded the weights from disk."""
         self._rank.renew()
 
     def shutdown(self) -> None:
-        """Leave the controller; the model goes on serving what it has."""
+        """Leave the controller for good; the model goes on serving what it has."""
+        self._settings = replace(self._settings, controller="")
         self._rank.leave()
 
 
@@ -253,12 +277,25 @@ def _transfer(worker: Any) -> WeftTransfer | None:
     return transfer if isinstance(transfer, WeftTransfer) else None
 
 
+@contextlib.contextmanager
+def _asleep_meanwhile(worker: Any, *, discards: bool) -> Iterator[None]:
+    """Leave before vLLM takes the memory away; back at once if it cannot."""
+    transfer = _transfer(worker)
+    if transfer is not None:
+        transfer.fall_asleep(discards=discards)
+    try:
+        yield
+    except BaseException:
+        if transfer is not None:
+            transfer.stay_awake()
+        raise
+
+
 def _asleep(sleep: Any) -> Any:
     @functools.wraps(sleep)
     def asleep(worker: Any, level: int = 1) -> Any:
-        if transfer := _transfer(worker):
-            transfer.fall_asleep(discards=level >= DISCARDS)
-        return sleep(worker, level)
+        with _asleep_meanwhile(worker, discards=level >= DISCARDS):
+            return sleep(worker, level)
 
     return asleep
 
@@ -266,9 +303,10 @@ def _asleep(sleep: Any) -> Any:
 def _discarded(discard: Any) -> Any:
     @functools.wraps(discard)
     def discarded(worker: Any, tags: tuple[str, ...]) -> Any:
-        if "weights" in tags and (transfer := _transfer(worker)):
-            transfer.fall_asleep(discards=True)
-        return discard(worker, tags)
+        if "weights" not in tags:
+            return discard(worker, tags)
+        with _asleep_meanwhile(worker, discards=True):
+            return discard(worker, tags)
 
     return discarded
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -74,7 +75,8 @@ class ReachableMemory:
             self.window = None
             self.window = self._make(window_bytes)
         if rehome and self.weights.rehome is not None:
-            self.weights = self.weights.rehome(self._transports.allocate)
+            with contextlib.nullcontext() if self._reservation is None else self._reservation.aside():
+                self.weights = self.weights.rehome(self._transports.allocate)
         self._is_offered = True
 
     def offer(self, number: int) -> Opened:

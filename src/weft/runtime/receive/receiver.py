@@ -65,6 +65,7 @@ from weft.runtime.weights import Weights
 from weft.transport.base import Transport
 from weft.transport.host import ProcessIdentity
 
+SETTLE_LOOK_S = 0.005
 LOOK_S = 0.1
 """How long to wait between looks at writers that were lost."""
 
@@ -462,7 +463,8 @@ class Receiver:
 
     def _too_large(self, error: OutOfReserve) -> ConfigError:
         mode = self._control.settings.mode
-        hint = f"start the engine with WEFT_RESERVE={mode} or more, or choose a mode that needs less (in_place, patch)"
+        needed = -(-error.num_bytes // 10**6)
+        hint = f"start the engine with WEFT_RESERVE={needed}MB, or choose a mode that needs less (in_place, patch)"
         return ConfigError(f"{self._member} in mode {mode}: {error}", hint=hint)
 
     def _keep_out(self, unsettled: Sequence[Writer]) -> bool:
@@ -652,6 +654,13 @@ class Receiver:
             self._error = self._error or error
             self._changed.notify_all()
         self._on_wanted(None)
+
+    def settle(self, timeout_s: float) -> bool:
+        """Wait until no version is under way, so that writers need not be kept out; False if one still is."""
+        deadline = time.monotonic() + timeout_s
+        while self._state.is_under_way and time.monotonic() < deadline:
+            time.sleep(SETTLE_LOOK_S)
+        return not self._state.is_under_way
 
     def close(self, reason: str = "") -> None:
         """Leave. `reason`: what others are told who wait for this engine rank."""

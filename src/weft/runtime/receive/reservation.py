@@ -10,10 +10,10 @@ left. So transports need not know of it, whatever memory they write into.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
-import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from weft.errors import TransportError
@@ -24,11 +24,27 @@ log = logging.getLogger(__name__)
 
 
 class OutOfReserve(MemoryError):
-    """A plan needs more than was set aside."""
+    """A plan needs more than was set aside: so many bytes in all."""
+
+    def __init__(self, message: str, num_bytes: int) -> None:
+        super().__init__(message)
+        self.num_bytes = num_bytes
 
 
 class _InUse:
-    """As long as it is held, its memory counts."""
+    """Memory that counts until it is given back, or nobody holds this."""
+
+    def __init__(self, reservation: Reservation, num_bytes: int) -> None:
+        self._reservation = reservation
+        self._num_bytes = num_bytes
+
+    def end(self) -> None:
+        """Count no longer; may be called again. Takes no lock: garbage is collected anywhere."""
+        num_bytes, self._num_bytes = self._num_bytes, 0
+        self._reservation._in_use -= num_bytes
+
+    def __del__(self) -> None:
+        self.end()
 
 
 class Reservation:
@@ -39,7 +55,7 @@ class Reservation:
         self._in_use = 0
         self._lock = threading.Lock()
         self._placeholder: Placeholder | None = None
-        self.hold()
+        self._hold(num_bytes)
 
     @property
     def in_use(self) -> int:
@@ -47,9 +63,16 @@ class Reservation:
         return self._in_use
 
     def hold(self) -> None:
-        """Hold what is not in use."""
+        """Hold what is not in use, as far as there is memory."""
         with self._lock:
-            self._hold(self.num_bytes - self._in_use)
+            self._try_to_hold(self.num_bytes - self._in_use)
+
+    def _try_to_hold(self, num_bytes: int) -> None:
+        """What is not in use may go: versions come first."""
+        try:
+            self._hold(num_bytes)
+        except (MemoryError, OSError, TransportError) as error:
+            log.warning("%.3f GB that were reserved for versions are not held any more: %s", num_bytes / 1e9, error)
 
     def _hold(self, num_bytes: int) -> None:
         held = 0 if self._placeholder is None else self._placeholder.num_bytes
@@ -70,27 +93,39 @@ class Reservation:
                 taken = f", of which {self._in_use / 1e9:.3f} GB are in use" if self._in_use else ""
                 raise OutOfReserve(
                     f"versions need {num_bytes / 1e9:.3f} GB to land in, but {self.num_bytes / 1e9:.3f} GB were "
-                    f"reserved{taken}"
+                    f"reserved{taken}",
+                    self._in_use + num_bytes,
                 )
             self._let_go()
             try:
                 memory = allocate(num_bytes)
             except BaseException:
-                self._hold(left)
+                self._try_to_hold(left)
                 raise
             self._in_use += num_bytes
-            try:
-                self._hold(left - num_bytes)
-            except (MemoryError, OSError, TransportError) as error:  # what is left may go; the version comes first
-                log.warning("%.3f GB that were reserved for versions are not held any more: %s", left / 1e9, error)
-        token = _InUse()
-        weakref.finalize(token, self._give_back, num_bytes)
-        return replace(memory, keep=(memory.keep, token))
+            self._try_to_hold(left - num_bytes)
+        in_use = _InUse(self, num_bytes)
 
-    def _give_back(self, num_bytes: int) -> None:
-        self._in_use -= num_bytes
+        def give_up() -> bool:
+            is_freed = memory.give_up()
+            if is_freed:
+                in_use.end()
+            return is_freed
 
-    def close(self) -> None:
-        """Set nothing aside any more, for as long as the engine sleeps."""
+        return replace(memory, keep=(memory.keep, in_use), give_up=give_up)
+
+    @contextlib.contextmanager
+    def aside(self) -> Iterator[None]:
+        """Nothing is held inside: the weights themselves are moved, which takes as much for a moment."""
         with self._lock:
             self._let_go()
+            try:
+                yield
+            finally:
+                self._try_to_hold(self.num_bytes - self._in_use)
+
+    def close(self) -> None:
+        """Set nothing aside any more; nothing can be taken."""
+        with self._lock:
+            self._let_go()
+            self.num_bytes = 0

@@ -79,6 +79,10 @@ class _Asked:
         if introduction.number == self._number:
             self._is_answered, self._patience_s = True, AGAIN_S
 
+    def is_back(self) -> None:
+        """The other can be reached: what it does not answer now is lost."""
+        self._patience_s = AGAIN_S
+
     def must_repeat(self) -> bool:
         """Whether there is no answer for long; the patience grows, for the other may be out of reach."""
         if self._is_answered or time.monotonic() - self._asked_at < self._patience_s:
@@ -242,7 +246,7 @@ class Exchange:
         """Introduce this trainer anew where there is no answer, and where magnitudes are missing for long: the other
         may have forgotten it."""
         for asked in self._asked.values():
-            if asked.must_repeat():
+            if asked.must_repeat() and not asked.client.is_blocked:
                 self._introduce(asked)
         now = time.monotonic()
         if now - self._asked_at < self._silence_s:
@@ -294,6 +298,7 @@ class Exchange:
             if message is None:
                 break
             if isinstance(message, Reset):
+                asked.is_back()
                 self._introduce(asked)
                 continue
             self._learn(trainer, message)
@@ -301,6 +306,7 @@ class Exchange:
                 asked.answered(message)
                 self._say[trainer] = client.send
         if client.num_connections > num_before:  # it was cut: what was on its way may be lost
+            asked.is_back()
             self._introduce(asked)
 
     def _learn(self, trainer: int, message: Introduction | Magnitudes) -> None:
