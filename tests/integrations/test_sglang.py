@@ -80,14 +80,19 @@ def said_across_a_pause(server: SglangServer, trainer: Trainer) -> Answer:
 
 
 def said_after_sleep(server: SglangServer, trainer: Trainer, controller: weft.Controller) -> Answer:
-    """Users take the memory of the weights away and give it back: versions wait meanwhile. On CPUs SGLang keeps it."""
-    version = NUM_VERSIONS + 2
+    """Users take the memory of the weights away and give it back: versions are refused meanwhile. On CPUs SGLang keeps
+    the weights."""
+    version = NUM_VERSIONS + 4
     before = server.generate([2, 7, 1], 20)
     server.post("release_memory_occupation", {"tags": ["weights"]})
     assert controller.statistics().lost["engine 0"] == "left: the engine sleeps"
-    trainer.ask_to_publish(version, seed_of(str(version)))
+    refusals = trainer.try_to_publish(version - 1, seed_of(str(version - 1)))
+    assert refusals
+    assert all("engine 0 left: the engine sleeps" in refusal.message for refusal in refusals)
     server.post("resume_memory_occupation", {"tags": ["weights"]})
-    assert not trainer.refusals()
+    wait_until(lambda: "engine 0" in controller.statistics().members, WAIT_S, "the engine has joined again")
+    assert controller.wait_planned(WAIT_S)
+    trainer.publish(version, seed_of(str(version)))
     wait_for_version(server, version)
     answer = server.generate([2, 7, 1], 20)
     assert answer.spans == [(str(version), 0, 20)]

@@ -128,7 +128,8 @@ def test_a_paused_engine_takes_versions_and_goes_on(controller, server, trainer,
 
 
 def test_a_sleeping_engine_is_not_written_to_and_joins_again(controller, server, trainer, fresh, folder):
-    """A version waits until the engine is awake. One whose weights were discarded answers nothing before the next."""
+    """Versions are refused by name until it is awake. One whose weights were discarded answers nothing before the
+    next."""
     before = number_of(server.version)
 
     def sleep(level: int) -> None:
@@ -136,20 +137,27 @@ def test_a_sleeping_engine_is_not_written_to_and_joins_again(controller, server,
         assert controller.statistics().lost["engine 0"] == "left: the engine sleeps"
         assert not server.status()[0]["error"]
 
+    def wake_up() -> None:
+        server.post("wake_up")
+        wait_until(lambda: "engine 0" in controller.statistics().members, WAIT_S, "the engine has joined again")
+        assert controller.wait_planned(WAIT_S)
+
     with ThreadPoolExecutor(1) as asking, trainer.training(KIND, controller.address):
         sleep(level=1)
-        trainer.ask_to_publish(before + 1, seed_of(str(before + 1)))
-        server.post("wake_up")
-        assert not trainer.refusals()
+        refusals = trainer.try_to_publish(before + 1, seed_of(str(before + 1)))
+        assert len(refusals) == 2
+        assert all("engine 0 left: the engine sleeps" in refusal.message for refusal in refusals)
+        wake_up()
+        trainer.publish(before + 2, seed_of(str(before + 2)))
         kept = server.generate(list(PROMPTS[3]), 16)
         sleep(level=2)
-        server.post("wake_up")
+        wake_up()
         answering = asking.submit(server.generate, list(PROMPTS[3]), 16)
         with pytest.raises(TimeoutError):
             answering.result(3.0)
-        trainer.publish(before + 2, seed_of(str(before + 2)))
+        trainer.publish(before + 3, seed_of(str(before + 3)))
         renewed = answering.result(WAIT_S)
-    assert [kept.spans, renewed.spans] == [[(str(before + 1), 0, 16)], [(str(before + 2), 0, 16)]]
+    assert [kept.spans, renewed.spans] == [[(str(before + 2), 0, 16)], [(str(before + 3), 0, 16)]]
     check_explained([kept, renewed], fresh, folder)
 
 
