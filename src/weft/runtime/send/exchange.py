@@ -114,7 +114,12 @@ class Exchange:
         self._asked: dict[int, _Asked] = {}
         self._stop, self._alarm = threading.Event(), Alarm()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._server = self._listen(asking, controller) if asking else None
+        try:
+            self._server = self._listen(asking, controller) if asking else None
+        except WeftError:
+            self._context.term()
+            self._alarm.close()
+            raise
         self._thread = threading.Thread(target=self._run, name=f"weft-{member}-magnitudes", daemon=True)
 
     def _listen(self, asking: Sequence[Asking], controller: str) -> Server:
