@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import resource
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -37,6 +36,7 @@ from weft.core.memory_cost import memory_cost
 from weft.core.plan import Plan
 from weft.core.streams import Path as StreamPath
 from weft.observe.matrix import write_picture
+from weft.observe.memory import peak_rss_bytes
 
 
 def plan_command(
@@ -123,7 +123,7 @@ def _plan_result(plan: Plan, plan_s: float) -> dict[str, Any]:
         "memory": asdict(memory_cost(plan)),
         "exact_cover": True,
         "plan_s": plan_s,
-        "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        "peak_rss_bytes": peak_rss_bytes(),
         "digest": digest,
     }
 

@@ -16,6 +16,7 @@ from typing import Any
 
 from weft.core.case import Case, lay_out
 from weft.errors import TransferTimeout, WeftError
+from weft.observe.memory import peak_rss_bytes
 from weft.rehearse.members import RehearsedReceiver, RehearsedSender, rehearsed_place
 from weft.rehearse.transport import Board, CountingTransport
 from weft.rehearse.weights import EngineWeights, TrainerWeights
@@ -150,11 +151,6 @@ def _next(pipe: Connection) -> tuple[str, dict[str, Any]] | None:
         return pipe.recv()
     except EOFError:
         return None
-
-
-def peak_rss_bytes() -> int:
-    """Most memory this process had."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def raise_file_limit() -> None:

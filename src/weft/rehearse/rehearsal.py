@@ -17,8 +17,9 @@ from typing import Any
 from weft.config import LARGEST_CHUNK, TransferSettings
 from weft.core.case import Case, case_cluster, case_ranks
 from weft.errors import ConfigError, TransferTimeout
+from weft.observe.memory import peak_rss_bytes
 from weft.rehearse.cast import Cast
-from weft.rehearse.process import Name, TroupeSetup, divided, peak_rss_bytes, raise_file_limit
+from weft.rehearse.process import Name, TroupeSetup, divided, raise_file_limit
 from weft.rehearse.transport import STANDS_FOR, Board
 from weft.runtime.controller.controller import Controller
 
