@@ -181,7 +181,7 @@ def test_memory_for_versions_is_reserved_before_the_kv_cache_takes_the_rest(trai
             gib[reserve] = kv_cache_gib(server)
             trainer.publish(1, 2)
             assert server.version == "1"
-    assert gib["none"] - gib["700MB"] == pytest.approx(700e6 / 2**30, rel=0.1)
+    assert gib["none"] - gib["700MB"] == pytest.approx(700e6 / 2**30, rel=0.25)
 
 
 def kv_cache_gib(server: VllmServer) -> float:

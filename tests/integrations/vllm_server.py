@@ -45,6 +45,8 @@ def serving(
     ]
     settings = {f"WEFT_{name.upper()}": value for name, value in weft_settings.items()}
     own = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_LOGGING_LEVEL": "INFO", "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
-    own["VLLM_CPU_KVCACHE_SPACE"] = kv_cache_gib
-    with running(command, ENVIRONMENT | settings | own, server):
+    environment = ENVIRONMENT | settings | own | {"VLLM_CPU_KVCACHE_SPACE": kv_cache_gib}
+    if not kv_cache_gib:
+        del environment["VLLM_CPU_KVCACHE_SPACE"]
+    with running(command, environment, server):
         yield server
