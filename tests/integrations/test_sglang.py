@@ -85,10 +85,10 @@ def said_after_sleep(server: SglangServer, trainer: Trainer, controller: weft.Co
     version = NUM_VERSIONS + 4
     before = server.generate([2, 7, 1], 20)
     server.post("release_memory_occupation", {"tags": ["weights"]})
-    assert controller.statistics().lost["engine 0"] == "left: the engine sleeps"
+    assert controller.statistics().lost["engine 0"] == "left: the engine is asleep"
     refusals = trainer.try_to_publish(version - 1, seed_of(str(version - 1)))
     assert refusals
-    assert all("engine 0 left: the engine sleeps" in refusal.message for refusal in refusals)
+    assert all("engine 0 left: the engine is asleep" in refusal.message for refusal in refusals)
     server.post("resume_memory_occupation", {"tags": ["weights"]})
     wait_until(lambda: "engine 0" in controller.statistics().members, WAIT_S, "the engine has joined again")
     assert controller.wait_planned(WAIT_S)

@@ -134,7 +134,7 @@ def test_a_sleeping_engine_is_not_written_to_and_joins_again(controller, server,
 
     def sleep(level: int) -> None:
         server.post(f"sleep?level={level}")
-        assert controller.statistics().lost["engine 0"] == "left: the engine sleeps"
+        assert controller.statistics().lost["engine 0"] == "left: the engine is asleep"
         assert not server.status()[0]["error"]
 
     def wake_up() -> None:
@@ -146,7 +146,7 @@ def test_a_sleeping_engine_is_not_written_to_and_joins_again(controller, server,
         sleep(level=1)
         refusals = trainer.try_to_publish(before + 1, seed_of(str(before + 1)))
         assert len(refusals) == 2
-        assert all("engine 0 left: the engine sleeps" in refusal.message for refusal in refusals)
+        assert all("engine 0 left: the engine is asleep" in refusal.message for refusal in refusals)
         wake_up()
         trainer.publish(before + 2, seed_of(str(before + 2)))
         kept = server.generate(list(PROMPTS[3]), 16)

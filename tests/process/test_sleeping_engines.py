@@ -60,12 +60,14 @@ def test_versions_are_refused_by_name_until_the_engine_is_awake(engine):
     assert engine.serve(1)["version"] == 1
     engine.rank.fall_asleep(discards=False)
     wait_until(
-        lambda: engine.controller.statistics().lost.get("engine 0") == "left: the engine sleeps", SOON_S, "it has left"
+        lambda: engine.controller.statistics().lost.get("engine 0") == "left: the engine is asleep",
+        SOON_S,
+        "it has left",
     )
-    with pytest.raises(weft.WeftError, match="engine 0 left: the engine sleeps"):
+    with pytest.raises(weft.WeftError, match="engine 0 left: the engine is asleep"):
         engine.publish(2).wait_committed(SOON_S)
     assert not engine.rank.tend()["error"]
-    assert engine.rank.serve(2, 0.1, is_asked=True)["error"] == "engine 0 sleeps"
+    assert engine.rank.serve(2, 0.1, is_asked=True)["error"] == "engine 0 is asleep"
     engine.join()
     engine.rank.wake_up()
     assert not engine.rank.status()["is_poisoned"], "its weights were kept"

@@ -85,7 +85,7 @@ class EngineRank:
         if self.reservation is not None:
             self.reservation.close()
             self.reservation = None
-        self.leave("the engine sleeps")
+        self.leave("the engine is asleep")
 
     def stay_awake(self) -> None:
         """The engine could not fall asleep; its weights are what they were."""
@@ -103,7 +103,9 @@ class EngineRank:
     def joined(self) -> Receiver:
         """The receiver."""
         if self._is_asleep:
-            raise VersionError(f"engine {self.rank} sleeps", hint="wake it up; it joins its controller again by itself")
+            raise VersionError(
+                f"engine {self.rank} is asleep", hint="wake it up; it joins its controller again by itself"
+            )
         if self._receiver is None:
             hint = "set WEFT_CONTROLLER, or call init_weight_transfer_engine with it"
             raise VersionError("this engine has no controller yet", hint=hint)
@@ -184,7 +186,7 @@ def reserved(device: str, weight_bytes: int, settings: EngineSettings) -> Reserv
         return Reservation(device, num_bytes)
     except (MemoryError, OSError, TransportError) as error:
         raise ConfigError(
-            f"there is no memory to reserve {num_bytes / 1e9:.3f} GB for versions: {error}",
+            f"cannot reserve {num_bytes / 1e9:.3f} GB for versions: {error}",
             hint="give the engine less memory, or set WEFT_RESERVE to in_place, patch, or none",
         ) from error
 

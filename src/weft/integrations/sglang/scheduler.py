@@ -209,7 +209,7 @@ class Attendant:
         try:
             self._join()
         except WeftError as error:
-            log.error("weft: the engine gets no versions any more: %s", error)
+            log.error("weft: the engine no longer receives versions: %s", error)
 
     def wake_up(self) -> None:
         """The weights have memory again, on all ranks; if they were discarded, the engine waits for others."""

@@ -72,7 +72,7 @@ class Reservation:
         try:
             self._hold(num_bytes)
         except (MemoryError, OSError, TransportError) as error:
-            log.warning("%.3f GB that were reserved for versions are not held any more: %s", num_bytes / 1e9, error)
+            log.warning("%.3f GB reserved for versions are no longer held: %s", num_bytes / 1e9, error)
 
     def _hold(self, num_bytes: int) -> None:
         held = 0 if self._placeholder is None else self._placeholder.num_bytes
