@@ -22,10 +22,15 @@ from tests.integrations.tiny_models import make_model
 from tests.support.processes import Process
 from weft.integrations.hf import checkpoint_weights
 
-WAIT_S = 60.0
+WAIT_S = 120.0
 SEEDS = (1, 2, 3)
 READY_S = 180.0
 """For processes to import everything and make a model, with an engine busy beside them."""
+
+
+def patient(*, silence_s: float = 60.0, **more: Any) -> weft.TransferSettings:
+    """For tests that are not about silence: engines spin, and on two cores others get no processor for seconds."""
+    return weft.TransferSettings(silence_s=silence_s, version_s=WAIT_S, **more)
 
 
 def free_port() -> int:

@@ -13,7 +13,7 @@ import pytest
 
 import weft
 from tests.integrations.engine_server import Answer
-from tests.integrations.fsdp_trainer import Trainer
+from tests.integrations.fsdp_trainer import WAIT_S, Trainer, patient
 from tests.integrations.sglang_server import SglangServer, serving
 from tests.integrations.streams import Stream, check_spans, spans_by, wait_for_answers
 from tests.integrations.tiny_models import PROMPTS, save_checkpoint
@@ -24,7 +24,6 @@ pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="SGLang is not installed"),
 ]
 
-WAIT_S = 60.0
 NUM_STREAMS = 3
 NUM_TOKENS = 60
 NUM_VERSIONS = 12
@@ -34,15 +33,11 @@ def seed_of(version: str) -> int:
     return 1 if version == "default" else 1 + int(version) % 2
 
 
-def settings(mode: str) -> weft.TransferSettings:
-    return weft.TransferSettings(mode=mode, silence_s=10.0, version_s=60.0)
-
-
 def test_versions_arrive_while_requests_stream(trainer, tmp_path):
     """Tied embeddings; running requests are computed again with new weights, so that every span can be checked."""
     checkpoints = {seed: save_checkpoint("tied", seed, tmp_path) for seed in (1, 2)}
     with (
-        weft.Controller(num_trainers=2, num_engine_ranks=1, settings=settings("shadow")) as controller,
+        weft.Controller(num_trainers=2, num_engine_ranks=1, settings=patient()) as controller,
         serving(checkpoints[1], tmp_path / "live.log", controller=controller.address, cache="recompute") as server,
         trainer.training("tied", controller.address),
     ):
@@ -111,7 +106,7 @@ def test_experts_on_two_ranks(trainer, tmp_path):
         expected = {2: said_by(fresh)}
     with (
         weft.Controller(
-            num_trainers=2, num_engine_ranks=2, ranks_per_engine=2, settings=settings("in_place")
+            num_trainers=2, num_engine_ranks=2, ranks_per_engine=2, settings=patient(mode="in_place", silence_s=20.0)
         ) as controller,
         serving(checkpoints[1], log, num_ranks=2, controller=controller.address) as server,
     ):

@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 
 import weft
+from tests.integrations.fsdp_trainer import patient
 from tests.integrations.tiny_models import save_checkpoint
 from tests.integrations.vllm_process import Load, both_loaded, look
 from tests.support.processes import Process
@@ -26,8 +27,6 @@ pytestmark = [
     pytest.mark.engines,
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"),
 ]
-
-WAIT_S = 60.0
 
 
 @contextmanager
@@ -40,7 +39,7 @@ def engines(live: Process, fresh: Process, folder: Path, kind: str, controller: 
 
 
 def settings(mode: str, delta: str) -> weft.TransferSettings:
-    return weft.TransferSettings(mode=mode, delta=delta, silence_s=20.0, version_s=WAIT_S, anchor_every=3)
+    return patient(mode=mode, delta=delta, anchor_every=3)
 
 
 @pytest.mark.parametrize(

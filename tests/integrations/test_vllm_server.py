@@ -13,7 +13,7 @@ import pytest
 
 import weft
 from tests.integrations.engine_server import Answer
-from tests.integrations.fsdp_trainer import Trainer
+from tests.integrations.fsdp_trainer import WAIT_S, Trainer, patient
 from tests.integrations.streams import Stream, check_spans, spans_by, wait_for_answers
 from tests.integrations.tiny_models import PROMPTS, make_model, save_checkpoint
 from tests.integrations.vllm_process import LOAD_S, Continue, Load, loaded
@@ -26,7 +26,6 @@ pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"),
 ]
 
-WAIT_S = 60.0
 KIND = "qwen3"
 NUM_VERSIONS = 20
 NUM_STREAMS = 3
@@ -35,8 +34,7 @@ NUM_TOKENS = 40
 
 @pytest.fixture(scope="module")
 def controller() -> Iterator[weft.Controller]:
-    settings = weft.TransferSettings(silence_s=10.0, version_s=WAIT_S)
-    with weft.Controller(num_trainers=2, num_engine_ranks=1, settings=settings) as controller:
+    with weft.Controller(num_trainers=2, num_engine_ranks=1, settings=patient()) as controller:
         yield controller
 
 
@@ -167,7 +165,7 @@ def test_memory_for_versions_is_reserved_before_the_kv_cache_takes_the_rest(trai
     gib = {}
     for reserve in ("none", "700MB"):
         with (
-            weft.Controller(num_trainers=2, num_engine_ranks=1) as controller,
+            weft.Controller(num_trainers=2, num_engine_ranks=1, settings=patient()) as controller,
             serving(
                 save_checkpoint(KIND, 1, folder),
                 folder / f"reserve-{reserve}.log",
@@ -226,7 +224,7 @@ def test_vllms_own_protocol(server, fresh, folder):
 
 def test_torn_weights_are_not_served(server, trainer, fresh, folder):
     """In place: the writer of one half dies. The engine stands still, whatever it is told, until a whole version."""
-    settings = weft.TransferSettings(mode="in_place", silence_s=10.0, version_s=WAIT_S)
+    settings = patient(mode="in_place", silence_s=20.0)  # it is how the dead writer is noticed
     with (
         weft.Controller(num_trainers=2, num_engine_ranks=1, settings=settings) as controller,
         ThreadPoolExecutor(1) as asking,
@@ -257,10 +255,9 @@ def test_nobody_finds_keys_and_values_of_older_weights(trainer, fresh, folder):
 
     In two engine cores that share the requests (data parallel).
     """
-    settings = weft.TransferSettings(silence_s=10.0, version_s=WAIT_S)
     cores = ("--data-parallel-size", "2", "--max-num-seqs", "1")  # so that requests wait, too
     with (
-        weft.Controller(num_trainers=2, num_engine_ranks=2, settings=settings) as controller,
+        weft.Controller(num_trainers=2, num_engine_ranks=2, settings=patient()) as controller,
         serving(save_checkpoint(KIND, 1, folder), folder / "keep.log", *cores, controller=controller.address) as server,
         trainer.training(KIND, controller.address),
     ):

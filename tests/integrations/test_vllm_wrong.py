@@ -10,6 +10,7 @@ import pytest
 from safetensors.numpy import load_file
 
 import weft
+from tests.integrations.fsdp_trainer import WAIT_S, patient
 from tests.integrations.tiny_models import save_checkpoint
 from tests.integrations.vllm_process import Load, loaded, look
 from tests.support.processes import Process
@@ -20,7 +21,6 @@ pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"),
 ]
 
-WAIT_S = 30.0
 EXPERT = "model.layers.1.mlp.experts.3.up_proj.weight"
 NORM = "model.layers.0.input_layernorm.weight"
 
@@ -32,8 +32,7 @@ def checkpoint(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def controller() -> Iterator[weft.Controller]:
-    settings = weft.TransferSettings(silence_s=20.0)
-    with weft.Controller(num_trainers=1, num_engine_ranks=1, settings=settings) as controller:
+    with weft.Controller(num_trainers=1, num_engine_ranks=1, settings=patient()) as controller:
         yield controller
 
 
