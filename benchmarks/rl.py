@@ -19,10 +19,10 @@ from rich.console import Console
 
 import machine
 from recording import RESULTS
-from weft.rl.charts import Curve, line_chart
-from weft.rl.live import view
-from weft.rl.record import Record
+from weft.rl.run.record import Record
 from weft.rl.settings import LoopSettings
+from weft.rl.view.charts import Curve, line_chart
+from weft.rl.view.live import view
 
 DOCS = Path(__file__).parent.parent / "docs"
 SEEDS = (0, 1, 2)

@@ -9,7 +9,7 @@ pytest.importorskip("triton")
 if not torch.cuda.is_available():
     pytest.skip("no CUDA device", allow_module_level=True)
 
-from weft.rl.launch import run_here  # noqa: E402
+from weft.rl.run.launch import run_here  # noqa: E402
 from weft.rl.settings import LoopSettings  # noqa: E402
 
 pytestmark = pytest.mark.gpu

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from weft.errors import ConfigError, PeerLost, TransportUnavailable
-from weft.rl.launch import run_here
+from weft.rl.run.launch import run_here
 from weft.rl.settings import LoopSettings
 
 SMALL = {"iterations": 3, "rollouts_per_rank": 8, "check_bits": True, "max_staleness": 1, "timeout_s": 60.0}

@@ -13,8 +13,8 @@ from tests.support.executor import random_checkpoint
 from tests.support.planned_members import trainer_arrays
 from weft.core.case import Case, plan_case
 from weft.errors import ProtocolError
-from weft.rl.architecture import TINY, load_architecture
-from weft.rl.engine_model import EngineModel
+from weft.rl.model.architecture import TINY, load_architecture
+from weft.rl.model.engine_model import EngineModel
 from weft.rl.settings import Precision
 
 WAIT_S = 30.0

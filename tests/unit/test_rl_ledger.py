@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from weft.errors import ProtocolError
-from weft.rl.coordinator import share
-from weft.rl.ledger import Ledger
-from weft.rl.messages import Samples, pack, unpack
+from weft.rl.run.coordinator import share
+from weft.rl.run.ledger import Ledger
+from weft.rl.run.messages import Samples, pack, unpack
 
 
 def samples(version: int, count: int = 4, first: int = 0) -> Samples:

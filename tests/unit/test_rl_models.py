@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from weft.errors import ConfigError
-from weft.rl.architecture import TINY, load_architecture
-from weft.rl.engine_model import EngineModel, check_divides
-from weft.rl.generation import Sampling, generate
-from weft.rl.policy import build_actor
+from weft.rl.learn.generation import Sampling, generate
+from weft.rl.model.architecture import TINY, load_architecture
+from weft.rl.model.engine_model import EngineModel, check_divides
+from weft.rl.model.policy import build_actor
 from weft.rl.settings import LoopSettings, Precision
 
 BASE = {"vocab_size": 40, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}

@@ -9,13 +9,13 @@ import xml.etree.ElementTree as ET
 import pytest
 from rich.console import Console
 
+from weft.cli.network_env import network_variables
 from weft.errors import ConfigError
-from weft.rl.charts import Bar, Curve, line_chart, timeline
-from weft.rl.live import curve, live_view, view
-from weft.rl.network_env import network_variables
-from weft.rl.record import Commit, Iteration, Record, Version
-from weft.rl.report import page, write_report
+from weft.rl.run.record import Commit, Iteration, Record, Version
 from weft.rl.settings import LoopSettings
+from weft.rl.view.charts import Bar, Curve, line_chart, timeline
+from weft.rl.view.live import curve, live_view, view
+from weft.rl.view.report import page, write_report
 
 SETTINGS = LoopSettings.of(num_engines=2, iterations=40, task="sort")
 
@@ -98,7 +98,7 @@ def test_the_view_shows_reward_versions_bytes_and_times():
 
 def test_without_a_terminal_there_are_lines(monkeypatch):
     console = Console(file=io.StringIO(), width=200)
-    monkeypatch.setattr("weft.rl.live.LINE_S", 0.0)
+    monkeypatch.setattr("weft.rl.view.live.LINE_S", 0.0)
     with live_view(SETTINGS, console) as watch:
         watch(Record(method="weft", verifies=True))
         watch(record())

@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from weft.rl import ppo
-from weft.rl.optimizer import MasterAdamW
+from weft.rl.learn import ppo
+from weft.rl.learn.optimizer import MasterAdamW
 from weft.rl.settings import LoopSettings
 
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from weft.errors import ConfigError
-from weft.rl.tasks import TASKS, load_task
+from weft.rl.learn.tasks import TASKS, load_task
 
 
 @pytest.mark.parametrize("name", TASKS)
@@ -59,7 +59,7 @@ def test_unknown_tasks_are_refused(name):
 
 
 def test_somebody_elses_task_can_be_loaded(tmp_path, monkeypatch):
-    (tmp_path / "mine.py").write_text("from weft.rl.tasks import Sort\ntask = Sort(3)\n")
+    (tmp_path / "mine.py").write_text("from weft.rl.learn.tasks import Sort\ntask = Sort(3)\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     assert load_task("mine:task").answer_tokens == 3
     (tmp_path / "broken.py").write_text("undefined_name\n")

@@ -15,12 +15,13 @@ from rich.markup import escape
 from weft import __version__
 from weft.cli.bench import bench_app
 from weft.cli.controller import controller_command
+from weft.cli.env import env_command
 from weft.cli.keys import keys_command
 from weft.cli.lists import models_command, presets_command, topologies_command
 from weft.cli.output import err, out
 from weft.cli.plan import plan_command
 from weft.cli.rehearse import rehearse_command
-from weft.cli.rl import demo_command, env_command, rl_command
+from weft.cli.rl import demo_command, rl_command
 from weft.cli.serve import serve_command
 from weft.cli.simulate import simulate_command
 from weft.cli.validate import validate_command

@@ -1,4 +1,4 @@
-"""`weft rl` and `weft demo`: train, transfer, generate. `weft env`: network variables for a cluster."""
+"""`weft rl` and `weft demo`: train, transfer, generate."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import contextlib
 import importlib
 import logging
 import os
-import shlex
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,7 +16,7 @@ import typer
 from rich.table import Table
 
 from weft.cli.case_options import Json
-from weft.cli.output import err, out, print_json, print_text, show_facts
+from weft.cli.output import err, out, print_json, show_facts
 from weft.errors import ConfigError
 from weft.rl.settings import LoopSettings
 
@@ -96,18 +95,6 @@ def rl_command(
     _run(values, methods=method or [DEFAULT.method], out_dir=out_dir, as_json=as_json, port=port, keys=keys)
 
 
-def env_command(
-    nic: Annotated[str | None, typer.Option(help="Network interface; the first that is up without.")] = None,
-    as_json: Json = False,
-) -> None:
-    """Print the NCCL, Gloo, UCX and UCCL variables for a network interface: eval "$(weft env --nic ens1f0)"."""
-    variables = _load("network_env").network_variables(nic)
-    if as_json:
-        print_json(variables)
-    else:
-        print_text("\n".join(f"export {name}={shlex.quote(value)}" for name, value in variables.items()))
-
-
 def _load(name: str) -> Any:
     """A module of the loop, which needs torch."""
     try:
@@ -127,7 +114,7 @@ def _run(
 ) -> None:
     """Run each method, with the same seed; say what came of it."""
     runs = [LoopSettings.of(**values, method=method) for method in methods]
-    launch = _load("launch")
+    launch = _load("run.launch")
     logging.getLogger("weft").setLevel(logging.ERROR)  # members that leave are no news here
     is_member = launch.under_torchrun()
     if is_member and len(runs) > 1:
@@ -166,11 +153,11 @@ def _kept(settings: LoopSettings, where: Path) -> Iterator[Callable[[Any], None]
         watch(record)
 
     try:
-        with _load("live").live_view(settings, err) as watch:
+        with _load("view.live").live_view(settings, err) as watch:
             yield see
     finally:
         if newest is not None:
-            _load("report").write_report(newest, settings, where / "report.html")
+            _load("view.report").write_report(newest, settings, where / "report.html")
             (where / "record.json").write_bytes(msgspec.json.encode(newest.to_json()))
 
 

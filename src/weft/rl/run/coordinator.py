@@ -19,8 +19,9 @@ from typing import Any, Self
 import numpy as np
 
 from weft.errors import ProtocolError
-from weft.rl.ledger import Ledger
-from weft.rl.messages import (
+from weft.rl.learn.tasks import load_task
+from weft.rl.run.ledger import Ledger
+from weft.rl.run.messages import (
     Again,
     Ask,
     Batch,
@@ -42,9 +43,8 @@ from weft.rl.messages import (
     pack,
     unpack,
 )
-from weft.rl.record import Commit, Iteration, Record, Version
+from weft.rl.run.record import Commit, Iteration, Record, Version
 from weft.rl.settings import LoopSettings, Method
-from weft.rl.tasks import load_task
 from weft.runtime.control.channel import Server
 from weft.runtime.control.security import Security, server_keys
 from weft.runtime.controller.controller import ControllerStatistics

@@ -16,8 +16,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from weft.rl.engine_model import EngineModel, Reduce
-from weft.rl.tasks import Tokens
+from weft.rl.learn.tasks import Tokens
+from weft.rl.model.engine_model import EngineModel, Reduce
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

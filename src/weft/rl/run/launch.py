@@ -28,17 +28,17 @@ from weft import Controller, TransferSettings
 from weft.config import DeltaPolicy
 from weft.core.version import CommitPolicy
 from weft.errors import ConfigError, PeerLost
-from weft.rl import checkpoint
-from weft.rl.architecture import load_architecture
-from weft.rl.coordinator import Coordinator
-from weft.rl.engine_model import check_divides
-from weft.rl.links import Links
-from weft.rl.methods import check_method
-from weft.rl.policy import check_modules
-from weft.rl.rank import run_rank
-from weft.rl.record import Record
+from weft.rl.learn import checkpoint
+from weft.rl.learn.tasks import load_task
+from weft.rl.model.architecture import load_architecture
+from weft.rl.model.engine_model import check_divides
+from weft.rl.model.policy import check_modules
+from weft.rl.run.coordinator import Coordinator
+from weft.rl.run.links import Links
+from weft.rl.run.methods import check_method
+from weft.rl.run.rank import run_rank
+from weft.rl.run.record import Record
 from weft.rl.settings import LoopSettings
-from weft.rl.tasks import load_task
 from weft.runtime.control.security import security_in
 
 TICK_S = 0.1
@@ -184,7 +184,7 @@ def _start(settings: LoopSettings, run_dir: Path, rank: int) -> _Member:
     }
     with path.open("wb") as log:
         process = subprocess.Popen(
-            [sys.executable, "-m", "weft.rl.member", str(run_dir)],
+            [sys.executable, "-m", "weft.rl.run.member", str(run_dir)],
             env=environment,
             stdin=subprocess.DEVNULL,
             stdout=log,

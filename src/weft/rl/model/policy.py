@@ -20,8 +20,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from weft.errors import ConfigError
-from weft.rl.architecture import Architecture
-from weft.rl.rotation import rotate, rotation
+from weft.rl.model.architecture import Architecture
+from weft.rl.model.rotation import rotate, rotation
 from weft.rl.settings import LoopSettings, Modules, Precision
 
 DTYPES = {Precision.BF16: torch.bfloat16, Precision.FP32: torch.float32, Precision.FP8: torch.float8_e4m3fn}

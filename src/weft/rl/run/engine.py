@@ -18,16 +18,16 @@ import numpy as np
 import torch
 
 from weft.errors import ProtocolError
-from weft.rl.architecture import load_architecture
-from weft.rl.engine_model import EngineModel
-from weft.rl.generation import Sampling, generate
-from weft.rl.links import Conversation, Group, Links, device_of
-from weft.rl.messages import Ask, Busy, Hello, Hold, Job, Made, Receive, Samples, Served, Stop, pack
-from weft.rl.methods import CollectiveReceiving, WeftReceiving
-from weft.rl.policy import DTYPES, policy_shapes
+from weft.rl.learn.generation import Sampling, generate
+from weft.rl.learn.tasks import load_task
+from weft.rl.model.architecture import load_architecture
+from weft.rl.model.engine_model import EngineModel
+from weft.rl.model.policy import DTYPES, policy_shapes
+from weft.rl.run.links import Conversation, Group, Links, device_of
+from weft.rl.run.messages import Ask, Busy, Hello, Hold, Job, Made, Receive, Samples, Served, Stop, pack
+from weft.rl.run.methods import CollectiveReceiving, WeftReceiving
+from weft.rl.run.verification import Expected
 from weft.rl.settings import LoopSettings, Method
-from weft.rl.tasks import load_task
-from weft.rl.verification import Expected
 
 HOLD_S = 0.002
 """How long to wait before asking again."""

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from weft.rl.engine_model import EngineModel
+from weft.rl.model.engine_model import EngineModel
 
 KEPT = 4
 """Versions whose files are kept; engines are never further behind."""

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from weft.errors import ConfigError
-from weft.rl.optimizer import MasterAdamW
+from weft.rl.learn.optimizer import MasterAdamW
 from weft.rl.settings import LoopSettings
 
 KEPT = 2

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from weft.errors import PeerLost
-from weft.rl.messages import ToMember
+from weft.rl.run.messages import ToMember
 from weft.rl.settings import LoopSettings
 from weft.runtime.control.channel import Client, Reset
 from weft.runtime.control.security import Security, client_keys, security_in

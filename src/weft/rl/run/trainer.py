@@ -22,16 +22,16 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from weft.errors import PeerLost, ProtocolError
-from weft.rl import checkpoint, ppo
-from weft.rl.architecture import load_architecture
-from weft.rl.links import Conversation, Group, Links, device_of
-from weft.rl.messages import Again, Batch, Done, Hello, Offer, Samples, Stop, Take, Trained, unpack
-from weft.rl.methods import CollectiveSending, Sending, WeftSending, full_tensors
-from weft.rl.optimizer import MasterAdamW
-from weft.rl.policy import Actor, build_actor, layers_of
+from weft.rl.learn import checkpoint, ppo
+from weft.rl.learn.optimizer import MasterAdamW
+from weft.rl.learn.tasks import load_task
+from weft.rl.model.architecture import load_architecture
+from weft.rl.model.policy import Actor, build_actor, layers_of
+from weft.rl.run.links import Conversation, Group, Links, device_of
+from weft.rl.run.messages import Again, Batch, Done, Hello, Offer, Samples, Stop, Take, Trained, unpack
+from weft.rl.run.methods import CollectiveSending, Sending, WeftSending, full_tensors
+from weft.rl.run.verification import Expected
 from weft.rl.settings import LoopSettings, Method, Precision, Wrapping
-from weft.rl.tasks import load_task
-from weft.rl.verification import Expected
 
 AGAIN_S = 0.2
 """Before a version that was given up is sent again."""

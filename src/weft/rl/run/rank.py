@@ -1,6 +1,6 @@
-"""One process of the loop: a trainer rank or an engine rank. Started by `weft.rl.launch`, or by torchrun.
+"""One process of the loop: a trainer rank or an engine rank. Started by `weft.rl.run.launch`, or by torchrun.
 
-RANK=1 LOCAL_RANK=1 python -m weft.rl.member RUN_DIR
+RANK=1 LOCAL_RANK=1 python -m weft.rl.run.member RUN_DIR
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ import os
 import torch
 
 from weft.errors import WeftError
-from weft.rl.engine import Engine
-from weft.rl.links import Conversation, Links
-from weft.rl.messages import Failed
-from weft.rl.methods import use_plugins
+from weft.rl.run.engine import Engine
+from weft.rl.run.links import Conversation, Links
+from weft.rl.run.messages import Failed
+from weft.rl.run.methods import use_plugins
+from weft.rl.run.trainer import Trainer
 from weft.rl.settings import LoopSettings
-from weft.rl.trainer import Trainer
 
 LAST_WORDS_S = 5.0
 """How long a rank that fails tries to say so."""

@@ -1,6 +1,6 @@
-"""The process `weft.rl.launch` starts for every rank.
+"""The process `weft.rl.run.launch` starts for every rank.
 
-RANK=1 LOCAL_RANK=1 WEFT_LAUNCHER=4711 python -m weft.rl.member RUN_DIR
+RANK=1 LOCAL_RANK=1 WEFT_LAUNCHER=4711 python -m weft.rl.run.member RUN_DIR
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ def main() -> None:
 
     import msgspec  # noqa: PLC0415  # everything else, and torch above all, takes seconds
 
-    from weft.rl.links import Links  # noqa: PLC0415
-    from weft.rl.rank import run_rank  # noqa: PLC0415
+    from weft.rl.run.links import Links  # noqa: PLC0415
+    from weft.rl.run.rank import run_rank  # noqa: PLC0415
     from weft.rl.settings import LoopSettings  # noqa: PLC0415
 
     run_dir = Path(sys.argv[1])

@@ -19,9 +19,9 @@ from torch import Tensor, nn
 
 from weft import Part
 from weft.errors import ConfigError
-from weft.rl.architecture import Architecture
-from weft.rl.policy import DTYPES
-from weft.rl.rotation import rotate, rotation
+from weft.rl.model.architecture import Architecture
+from weft.rl.model.policy import DTYPES
+from weft.rl.model.rotation import rotate, rotation
 from weft.rl.settings import Precision
 
 Reduce = Callable[[Tensor], Tensor]

@@ -15,8 +15,8 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from weft.rl.launch import Watch
-from weft.rl.record import Record, quantiles
+from weft.rl.run.launch import Watch
+from weft.rl.run.record import Record, quantiles
 from weft.rl.settings import LoopSettings
 
 LINE_S = 5.0

@@ -19,9 +19,9 @@ from torch.distributed.tensor import DTensor
 
 from weft import Receiver, Sender, weights_of
 from weft.errors import TransportUnavailable, VersionError
-from weft.rl.engine_model import EngineModel
-from weft.rl.links import Group, Links
-from weft.rl.messages import Sent
+from weft.rl.model.engine_model import EngineModel
+from weft.rl.run.links import Group, Links
+from weft.rl.run.messages import Sent
 from weft.rl.settings import LoopSettings, Method
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from weft.rl.messages import Job, Samples
+from weft.rl.run.messages import Job, Samples
 
 
 @dataclass(slots=True)

@@ -163,5 +163,5 @@ def load_task(name: str) -> Task:
     wanted = ("vocab_size", "prompt_tokens", "answer_tokens", "prompts", "rewards", "text")
     missing = [attribute for attribute in wanted if not hasattr(task, attribute)]
     if missing:
-        raise ConfigError(f"the task `{name}` has no {', '.join(missing)}", hint="see weft.rl.tasks.Task")
+        raise ConfigError(f"the task `{name}` has no {', '.join(missing)}", hint="see weft.rl.learn.tasks.Task")
     return task

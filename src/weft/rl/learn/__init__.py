@@ -1,0 +1,1 @@
+"""What is learned and how: tasks, samples, PPO, the optimizer, checkpoints of a run."""

@@ -1,0 +1,1 @@
+"""The policy, as trainers and as engines hold it."""
