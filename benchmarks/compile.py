@@ -23,12 +23,12 @@ sys.path.insert(0, str(FilePath(__file__).parent))
 
 import machine
 from weft.core.case import Case, plan_case
-from weft.core.plan import Plan
-from weft.core.plan_streams import PairLinks, plan_chunks
-from weft.core.planes import num_runs
-from weft.runtime.compile.columns import squeeze
+from weft.core.geometry.planes import num_runs
+from weft.core.plans.plan import Plan
+from weft.core.streams.plan_streams import PairLinks, plan_chunks
 from weft.runtime.compile.link_boxes import LinkBoxes, PlanBoxes
 from weft.runtime.compile.link_stream import LinkStream
+from weft.runtime.control.columns import squeeze
 
 CASES = {
     "qwen3-8b": Case(model="qwen3-8b", trainer="fsdp8", engine="tp8"),

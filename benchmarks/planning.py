@@ -18,7 +18,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parent))
 import machine
-from weft.core.configs import CONFIGS
+from weft.core.models.configs import CONFIGS
 
 RESULTS = Path(__file__).parent / "results"
 KIMI = ("--trainer", "pp2.ep8.fsdp16", "--engine", "ep32", "--replicas", "4", "--dtype", "fp8-block128")

@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from weft.core.layout import Layout as Layout
     from weft.core.layout import Shard as Shard
     from weft.core.layout import Tensor as Tensor
-    from weft.core.plan import Plan as Plan
     from weft.core.planner import make_plan as make_plan
+    from weft.core.plans.plan import Plan as Plan
     from weft.core.recipe import Piece as Piece
     from weft.core.recipe import Recipe as Recipe
     from weft.core.topology import Topology as Topology
@@ -36,7 +36,7 @@ _HOMES = {
     "Layout": "weft.core.layout",
     "Part": "weft.runtime.weights",
     "Piece": "weft.core.recipe",
-    "Plan": "weft.core.plan",
+    "Plan": "weft.core.plans.plan",
     "Receiver": "weft.runtime.receive.receiver",
     "Recipe": "weft.core.recipe",
     "Security": "weft.runtime.control.security",

@@ -10,7 +10,7 @@ import re
 from typing import Protocol
 
 from weft import native
-from weft.core.planes import Planes
+from weft.core.geometry.planes import Planes
 from weft.errors import ConfigError
 from weft.native import Column
 

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from weft.core.planes import Planes
+from weft.core.geometry.planes import Planes
 
 try:
     from weft import _native

@@ -17,7 +17,7 @@ if not torch.cuda.is_available():
 
 from tests.support.fp8_reference import quantized  # noqa: E402
 from weft.config import TransferSettings  # noqa: E402
-from weft.core.scaling import Scaling, scale_shape  # noqa: E402
+from weft.core.geometry.scaling import Scaling, scale_shape  # noqa: E402
 from weft.errors import WeftError  # noqa: E402
 from weft.integrations.torch import weights_of  # noqa: E402
 from weft.runtime.controller.controller import Controller  # noqa: E402

@@ -28,13 +28,13 @@ import numpy as np
 import pytest
 
 from tests.support.processes import Failure, Process
-from weft.core.catalog import build_model, model_names
-from weft.core.configs import CONFIGS
-from weft.core.engine_layout import EngineMesh, engine_recipe, parse_engine
+from weft.core.geometry.scaling import scale_shape
 from weft.core.layout import Tensor
-from weft.core.model import Model
+from weft.core.layouts.engine_layout import EngineMesh, engine_recipe, parse_engine
+from weft.core.models.catalog import build_model, model_names
+from weft.core.models.configs import CONFIGS
+from weft.core.models.model import Model
 from weft.core.recipe import Op, Piece, Recipe
-from weft.core.scaling import scale_shape
 
 pytestmark = [
     pytest.mark.engines,

@@ -18,9 +18,9 @@ from weft.codec.conversion import DTYPES, ChunkFill, Conversion, CpuConverter  #
 from weft.codec.conversion_gpu import GpuConverter  # noqa: E402
 from weft.codec.fp8 import Box, Grid  # noqa: E402
 from weft.codec.grids import HeldGrid, HeldGrids  # noqa: E402
-from weft.core.planes import Planes  # noqa: E402
+from weft.core.geometry.planes import Planes  # noqa: E402
+from weft.core.geometry.scaling import Scaling  # noqa: E402
 from weft.core.recipe import Op  # noqa: E402
-from weft.core.scaling import Scaling  # noqa: E402
 from weft.errors import CodecError  # noqa: E402
 
 NOTHING = np.zeros(0, dtype=np.uint64)

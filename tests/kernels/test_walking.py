@@ -9,7 +9,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
 from weft import native  # noqa: E402
-from weft.core.planes import Planes  # noqa: E402
+from weft.core.geometry.planes import Planes  # noqa: E402
 from weft.gpu.tiles import BLOCK_BYTES, TILE_UNITS, WHOLE_BLOCKS, walk_table  # noqa: E402
 
 MEMORY_BYTES = 1 << 20

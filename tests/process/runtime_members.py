@@ -15,7 +15,7 @@ import numpy as np
 
 from tests.support.processes import quick_context
 from weft.config import TransferSettings
-from weft.core.scaling import QUANT_BLOCK, Scaling
+from weft.core.geometry.scaling import QUANT_BLOCK, Scaling
 from weft.core.version import CommitPolicy
 from weft.errors import WeftError
 from weft.runtime.controller.controller import Controller

@@ -15,7 +15,7 @@ from tests.property.test_conversions import module
 from tests.support.arena import Arena
 from tests.support.fp8_reference import quantized
 from weft.codec import fp8
-from weft.core.scaling import Scaling
+from weft.core.geometry.scaling import Scaling
 from weft.errors import ConfigError, LayoutError, ProtocolError, VersionError
 from weft.integrations.torch import weights_of
 from weft.runtime.send import mirror

@@ -12,7 +12,7 @@ import pytest
 
 from tests.support.arena import WAIT_S, Arena
 from tests.support.processes import Process
-from weft.core.planes import Planes
+from weft.core.geometry.planes import Planes
 from weft.errors import TransportError
 from weft.runtime.weights import Weights
 from weft.transport.shm import ShmTransport

@@ -24,7 +24,7 @@ from tests.support.executor import execute, random_checkpoint, same_bits
 from tests.support.planned_members import engine_arrays, trainer_arrays
 from tests.support.processes import Process
 from tests.support.tiny import CONFIGS
-from weft.core import plan_file
+from weft.core.plans import plan_file
 from weft.errors import WeftError
 from weft.runtime.receive.receiver import Receiver
 from weft.runtime.send.sender import Sender

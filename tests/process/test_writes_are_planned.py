@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.arena import Arena
-from weft.core.plan_streams import plan_chunks
-from weft.core.streams import Path
+from weft.core.streams.plan_streams import plan_chunks
+from weft.core.streams.stream import Path
 from weft.runtime.weights import Part, Weights
 
 

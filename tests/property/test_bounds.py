@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 from tests.support.tiny import tiny_model
 from weft.config import Settings
 from weft.core.assign import Policy
-from weft.core.bound import balance
-from weft.core.engine_layout import engine_recipe
+from weft.core.layouts.engine_layout import engine_recipe
+from weft.core.layouts.trainer_layout import trainer_layout
 from weft.core.planner import make_plan
+from weft.core.plans.bound import balance
 from weft.core.topology import Cluster, HostKind, Nic
-from weft.core.trainer_layout import trainer_layout
 from weft.sim.costs import StageCosts
 from weft.sim.simulator import simulate
 

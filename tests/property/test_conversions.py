@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from tests.support.arena import Arena
 from tests.support.fp8_reference import quantized
-from weft.core import exchange
-from weft.core.scaling import Scaling, block_sides, scale_shape
+from weft.core.geometry.scaling import Scaling, block_sides, scale_shape
+from weft.core.streams import exchange
 from weft.integrations.torch import weights_of
 from weft.runtime.weights import Part
 

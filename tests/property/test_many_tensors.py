@@ -13,11 +13,11 @@ from weft.codec import cast, conversion, fp8
 from weft.codec.conversion import DTYPES, ChunkFill, Conversion, Conversions, CpuConverter
 from weft.codec.fp8 import Grid
 from weft.codec.grids import SCALINGS, BlockSpread, GridBoxes, HeldGrids
-from weft.core.box_recipe import TakenBoxes, recipe_of_boxes
+from weft.core.geometry.planes import joined
+from weft.core.geometry.scaling import Scaling, block_sides, block_sides_of
 from weft.core.layout import GroupBuilder, Shard, group_ranks, shard_problem
-from weft.core.planes import joined
+from weft.core.layouts.box_recipe import TakenBoxes, recipe_of_boxes
 from weft.core.recipe import Op, Recipe
-from weft.core.scaling import Scaling, block_sides, block_sides_of
 from weft.errors import CodecError, LayoutError
 from weft.runtime.control.held import HeldShard, HeldTable
 from weft.runtime.controller.admission import _check_shards

@@ -17,12 +17,12 @@ from scipy.optimize import linprog
 from scipy.sparse import coo_matrix
 
 from weft.config import Settings
-from weft.core.catalog import build_model
-from weft.core.engine_layout import engine_recipe
-from weft.core.plan import Plan
+from weft.core.layouts.engine_layout import engine_recipe
+from weft.core.layouts.trainer_layout import trainer_layout
+from weft.core.models.catalog import build_model
 from weft.core.planner import make_plan
+from weft.core.plans.plan import Plan
 from weft.core.topology import Cluster, HostKind, Nic
-from weft.core.trainer_layout import trainer_layout
 from weft.sim.costs import StageCosts
 from weft.sim.simulator import simulate
 

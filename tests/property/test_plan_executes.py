@@ -11,10 +11,10 @@ from tests.support.reference_engine import ReferenceEngine
 from tests.support.tiny import CONFIGS, tiny_model
 from weft.config import Settings
 from weft.core.assign import Policy
-from weft.core.engine_layout import engine_recipe, parse_engine
+from weft.core.layouts.engine_layout import engine_recipe, parse_engine
+from weft.core.layouts.trainer_layout import Gather, trainer_layout
 from weft.core.planner import make_plan
 from weft.core.topology import load_topology, with_placement
-from weft.core.trainer_layout import Gather, trainer_layout
 from weft.errors import LayoutError
 
 DENSE_TRAINERS = [

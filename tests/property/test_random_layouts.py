@@ -21,12 +21,12 @@ import numpy as np
 from tests.support.executor import execute, same_bits
 from tests.support.random_layouts import RandomCase, copied, random_case, spoiled, whole_arrays
 from weft.config import ReceiverMode, Settings
-from weft.core import plan_file
-from weft.core.bound import balance
 from weft.core.layout import Layout
-from weft.core.memory_cost import memory_cost
-from weft.core.plan import Plan
 from weft.core.planner import make_plan
+from weft.core.plans import plan_file
+from weft.core.plans.bound import balance
+from weft.core.plans.memory_cost import memory_cost
+from weft.core.plans.plan import Plan
 from weft.core.recipe import Recipe
 from weft.core.topology import load_topology, with_placement
 from weft.errors import WeftError

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from tests.support.executor import execute, random_checkpoint, same_bits
 from weft.core.assign import Policy
 from weft.core.layout import Layout, Shard, Tensor
-from weft.core.plan import Plan
 from weft.core.planner import make_plan
-from weft.core.proof import prove
+from weft.core.plans.plan import Plan
+from weft.core.plans.proof import prove
 from weft.core.recipe import Op, Piece, Recipe
 from weft.core.topology import load_topology
 from weft.errors import PlanError

@@ -14,15 +14,15 @@ from tests.support.executor import NUMPY_DTYPE, random_checkpoint, same_bits, sh
 from tests.support.reference_engine import ReferenceEngine
 from tests.support.tiny import CONFIGS, tiny_model
 from weft import native
-from weft.core.carriage import Carriage
-from weft.core.engine_layout import engine_recipe, parse_engine
-from weft.core.exchange import ScaleGroups
-from weft.core.planes import joined
+from weft.core.geometry.planes import joined
+from weft.core.layouts.engine_layout import engine_recipe, parse_engine
+from weft.core.layouts.trainer_layout import trainer_layout
 from weft.core.planner import make_plan
-from weft.core.row_boxes import RowBoxes
-from weft.core.streams import Path
+from weft.core.streams.carriage import Carriage
+from weft.core.streams.exchange import ScaleGroups
+from weft.core.streams.row_boxes import RowBoxes
+from weft.core.streams.stream import Path
 from weft.core.topology import load_topology
-from weft.core.trainer_layout import trainer_layout
 from weft.runtime.compile.link_boxes import LinkBoxes, PlanBoxes
 from weft.runtime.compile.link_stream import LinkStream
 

@@ -12,10 +12,10 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
+from weft.core.geometry.scaling import Scaling, block_sides
 from weft.core.layout import Tensor
-from weft.core.plan import Plan
+from weft.core.plans.plan import Plan
 from weft.core.recipe import Op
-from weft.core.scaling import Scaling, block_sides
 
 NUMPY_DTYPE = {
     "fp32": np.dtype(np.float32),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from weft.core.scaling import Scaling, block_sides
+from weft.core.geometry.scaling import Scaling, block_sides
 
 
 def quantized(x: torch.Tensor, scaling: Scaling) -> tuple[torch.Tensor, torch.Tensor]:

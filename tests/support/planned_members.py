@@ -11,10 +11,10 @@ import msgspec
 import numpy as np
 
 from tests.support.executor import NUMPY_DTYPE
-from weft.core.boxes import row_major_strides
-from weft.core.plan import SCALE_SUFFIX, Plan
+from weft.core.geometry.boxes import row_major_strides
+from weft.core.geometry.scaling import Scaling, scale_shape
+from weft.core.plans.plan import SCALE_SUFFIX, Plan
 from weft.core.recipe import Op
-from weft.core.scaling import Scaling, scale_shape
 from weft.runtime.control.held import HeldShard, HeldTable
 from weft.runtime.control.messages import Join
 from weft.runtime.weights import Part

@@ -17,9 +17,9 @@ from numpy.typing import NDArray
 
 from tests.support.executor import NUMPY_DTYPE
 from weft.core.assign import Policy
+from weft.core.geometry.scaling import Scaling
 from weft.core.layout import Shard, Tensor
 from weft.core.recipe import Op, Piece
-from weft.core.scaling import Scaling
 
 Array = NDArray[Any]
 Shape = tuple[int, ...]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 
 from tests.support.executor import NUMPY_DTYPE, Array, block_scales, quantize
-from weft.core.model import Model
+from weft.core.models.model import Model
 
 Checkpoint = dict[str, Array]
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from weft.core.catalog import build_model
-from weft.core.model import Model
+from weft.core.models.catalog import build_model
+from weft.core.models.model import Model
 
 _DENSE = {
     "hidden_size": 256,

@@ -7,13 +7,13 @@ from hypothesis import strategies as st
 
 from tests.support.tiny import tiny_model
 from weft.core.assign import Policy, fill_order, round_robin_sources
-from weft.core.bound import balance
-from weft.core.engine_layout import engine_recipe
 from weft.core.layout import Layout, Shard, Tensor
+from weft.core.layouts.engine_layout import engine_recipe
+from weft.core.layouts.trainer_layout import Gather, trainer_layout
 from weft.core.planner import make_plan
+from weft.core.plans.bound import balance
 from weft.core.recipe import Piece, Recipe
 from weft.core.topology import Cluster, HostKind, Nic, load_topology, place_members, with_placement
-from weft.core.trainer_layout import Gather, trainer_layout
 
 
 @given(

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weft.core import boxes
+from weft.core.geometry import boxes
 
 
 def brute_force_defects(owner, lo, extent, shapes) -> set[int]:

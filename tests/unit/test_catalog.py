@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from weft.core.catalog import build_model, load_model, model_names
-from weft.core.configs import CONFIGS
+from weft.core.models.catalog import build_model, load_model, model_names
+from weft.core.models.configs import CONFIGS
 from weft.errors import ConfigError
 
 PUBLISHED_ELEMENTS = {

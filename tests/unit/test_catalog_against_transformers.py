@@ -12,11 +12,11 @@ import pytest
 import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
-from weft.core.catalog import build_model
-from weft.core.engine_layout import engine_recipe
+from weft.core.layouts.engine_layout import engine_recipe
+from weft.core.layouts.trainer_layout import trainer_layout
+from weft.core.models.catalog import build_model
 from weft.core.planner import make_plan
 from weft.core.topology import load_topology
-from weft.core.trainer_layout import trainer_layout
 from weft.errors import ConfigError
 
 Choices = dict[str, list[Any]]

@@ -12,19 +12,19 @@ from tests.process.runtime_members import parts_of
 from tests.support.raw_member import join_message
 from tests.unit.test_plan import small_plan
 from weft.config import TransferSettings
-from weft.core.fingerprint import distinct_rows
+from weft.core.geometry.fingerprint import distinct_rows
 from weft.core.layout import Layout, Shard, Tensor
-from weft.core.memory_cost import memory_cost, patch_room
-from weft.core.plan import Plan
+from weft.core.plans.memory_cost import memory_cost, patch_room
+from weft.core.plans.plan import Plan
 from weft.core.topology import load_topology
 from weft.errors import ProtocolError
-from weft.runtime.compile.columns import expand, squeeze
 from weft.runtime.compile.grids import held_grids
 from weft.runtime.compile.holding import LayoutRows
 from weft.runtime.compile.link_boxes import LinkBoxes, PlanBoxes
 from weft.runtime.compile.links import NUM_SLOTS, SMALLEST_SLOT, member_links
 from weft.runtime.compile.matching import plan_members
 from weft.runtime.compile.parts import Parts
+from weft.runtime.control.columns import expand, squeeze
 from weft.runtime.control.held import HeldShard, HeldTable
 from weft.runtime.weights import Part, Weights
 

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from tests.support.tiny import tiny_model
-from weft.core.catalog import load_model
-from weft.core.engine_layout import engine_recipe, parse_engine
+from weft.core.layouts.engine_layout import engine_recipe, parse_engine
+from weft.core.models.catalog import load_model
 from weft.core.recipe import Op
 from weft.errors import ConfigError, LayoutError
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tests.support import fp8_reference
 from weft.codec import fp8
 from weft.codec.fp8 import Box, Grid
-from weft.core.scaling import Scaling
+from weft.core.geometry.scaling import Scaling
 from weft.errors import CodecError
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from weft.errors import LayoutError, ProtocolError
-from weft.runtime.compile.columns import expand, squeeze
+from weft.runtime.control.columns import expand, squeeze
 from weft.runtime.control.held import HeldColumns, HeldShard, HeldTable, concatenated
 from weft.runtime.weights import Part, Weights
 

@@ -9,10 +9,10 @@ import pytest
 
 from tests.support.arena import Arena
 from tests.support.executor import execute, random_checkpoint, same_bits
-from weft.core import plan_file
 from weft.core.case import Case, plan_case
 from weft.core.layout import Layout, Shard, Tensor
 from weft.core.planner import make_plan
+from weft.core.plans import plan_file
 from weft.core.recipe import Piece, Recipe, padding_piece
 from weft.core.topology import load_topology
 from weft.errors import LayoutError, WeftError

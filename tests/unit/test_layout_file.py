@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from weft.core.case import Case, plan_case
-from weft.core.catalog import load_model
+from weft.core.models.catalog import load_model
 from weft.errors import ConfigError, LayoutError
 
 CASE = Case(model="gpt2", trainer="fsdp2", engine="tp1", dtype="fp32")

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from weft.errors import ProtocolError
-from weft.runtime.compile.columns import squeeze
 from weft.runtime.compile.sharing import COLLECTED_ELSEWHERE, COLLECTED_HERE, DIRECT
+from weft.runtime.control.columns import squeeze
 from weft.runtime.send.magnitudes import CutBlocks, Finding, Sharing
 
 

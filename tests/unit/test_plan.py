@@ -11,16 +11,16 @@ import pytest
 
 from tests.support.tiny import tiny_model
 from weft.config import Settings
-from weft.core import plan_file
 from weft.core.case import Case, plan_case
-from weft.core.engine_layout import engine_recipe
-from weft.core.explain import explain
+from weft.core.layouts.engine_layout import engine_recipe
+from weft.core.layouts.trainer_layout import trainer_layout
 from weft.core.planner import make_plan
-from weft.core.proof import prove
+from weft.core.plans import plan_file
+from weft.core.plans.explain import explain
+from weft.core.plans.proof import prove
 from weft.core.recipe import Op
-from weft.core.streams import Path
+from weft.core.streams.stream import Path
 from weft.core.topology import load_topology, place_members, with_placement
-from weft.core.trainer_layout import trainer_layout
 from weft.errors import ConfigError, LayoutError, PlanError
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from weft import native
-from weft.core.planes import LONG_ROW, Planes, bundled, planes_of
+from weft.core.geometry.planes import LONG_ROW, Planes, bundled, planes_of
 
 
 def memory(array: np.ndarray) -> np.ndarray:

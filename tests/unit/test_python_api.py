@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 import weft
+from weft.core.geometry.scaling import Scaling
 from weft.core.recipe import Op
-from weft.core.scaling import Scaling
 from weft.errors import ConfigError, LayoutError
 
 W = weft.Tensor(name="w", dtype="bf16", shape=(8, 4))

@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from weft.core.layout import Layout, Shard, Tensor
+from weft.core.layouts.strided import StridedPiece, boxes_of_view, recipe_from_strided
 from weft.core.recipe import Op, Piece, Recipe
-from weft.core.strided import StridedPiece, boxes_of_view, recipe_from_strided
 from weft.errors import LayoutError
 
 

@@ -10,10 +10,10 @@ import pytest
 from tests.support.executor import execute, random_checkpoint, same_bits
 from tests.support.planned_members import engine_joins, held, holding, join, trainer_joins
 from tests.support.tiny import tiny_model
-from weft.core import plan_file
 from weft.core.case import Case, plan_case
-from weft.core.plan import Plan
-from weft.core.scaling import Scaling
+from weft.core.geometry.scaling import Scaling
+from weft.core.plans import plan_file
+from weft.core.plans.plan import Plan
 from weft.core.topology import load_topology
 from weft.core.version import CommitPolicy
 from weft.errors import ConfigError, LayoutError, PlanError

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 
 from tests.unit.test_plan import small_plan
 from weft.codec.grids import SCALINGS
-from weft.core.exchange import ScaleGroups
+from weft.core.geometry.scaling import Scaling, block_sides_of
 from weft.core.layout import Layout, Shard, Tensor
-from weft.core.plan import Plan
-from weft.core.scaling import Scaling, block_sides_of
+from weft.core.plans.plan import Plan
+from weft.core.streams.exchange import ScaleGroups
 from weft.runtime.compile.sharing import COLLECTED_ELSEWHERE, COLLECTED_HERE, Neighbours
 from weft.runtime.send.magnitudes import CutBlocks, Sharing
 

@@ -10,13 +10,13 @@ import pytest
 from tests.unit.test_plan import small_plan
 from weft.config import ReceiverMode, Settings
 from weft.core.case import Case, plan_case
-from weft.core.catalog import load_model
-from weft.core.engine_layout import engine_recipe
-from weft.core.memory_cost import image_bytes, memory_cost
+from weft.core.layouts.engine_layout import engine_recipe
+from weft.core.layouts.trainer_layout import trainer_layout
+from weft.core.models.catalog import load_model
 from weft.core.planner import make_plan
-from weft.core.schedule import make_schedule
+from weft.core.plans.memory_cost import image_bytes, memory_cost
+from weft.core.plans.schedule import make_schedule
 from weft.core.topology import Cluster, HostKind, Nic
-from weft.core.trainer_layout import trainer_layout
 from weft.observe.trace import trace_events
 from weft.sim.costs import GatherCosts, StageCosts
 from weft.sim.simulator import Barrier, Options, simulate

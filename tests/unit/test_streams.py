@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from weft.core.planes import num_runs, planes_of
-from weft.core.streams import SECTION_ALIGN, UNIT_ALIGN, Path, StreamBoxes, cut_streams
+from weft.core.geometry.planes import num_runs, planes_of
+from weft.core.streams.stream import SECTION_ALIGN, UNIT_ALIGN, Path, StreamBoxes, cut_streams
 
 
 def boxes(*rows: tuple[int, tuple[int, ...], int, Path, int]) -> StreamBoxes:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from weft.core.planes import LONG_ROW, Planes
+from weft.core.geometry.planes import LONG_ROW, Planes
 from weft.transport.mapped import DirectBatch
 from weft.transport.together import Together
 

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from weft.core.layout import Tensor
+from weft.core.layouts.strided import recipe_from_strided
 from weft.core.recipe import Op
-from weft.core.strided import recipe_from_strided
 from weft.errors import LayoutError
 from weft.integrations.dtypes import NAMES
 from weft.integrations.torch import weights_of_pieces

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 from tests.support.tiny import CONFIGS, tiny_model
-from weft.core.axes import chunk
-from weft.core.catalog import load_model
-from weft.core.trainer_layout import Gather, parse_trainer, trainer_layout
+from weft.core.geometry.splits import chunk
+from weft.core.layouts.trainer_layout import Gather, parse_trainer, trainer_layout
+from weft.core.models.catalog import load_model
 from weft.errors import ConfigError, LayoutError
 
 

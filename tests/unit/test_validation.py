@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from weft.core.catalog import load_model
+from weft.core.models.catalog import load_model
 from weft.sim import validation
 from weft.sim.delta_size import entropy_coded_bytes, position_bits
 from weft.sim.presets import PRESETS

@@ -15,8 +15,8 @@ from weft.bench import payload
 from weft.bench.baselines import Groups
 from weft.codec import fp8
 from weft.codec.fp8 import Box, Grid
-from weft.core.model import Model
-from weft.core.scaling import QUANT_BLOCK, scale_shape
+from weft.core.geometry.scaling import QUANT_BLOCK, scale_shape
+from weft.core.models.model import Model
 from weft.integrations.torch import weights_of
 from weft.runtime.weights import Part
 

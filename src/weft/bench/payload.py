@@ -13,8 +13,8 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch.distributed.tensor import DTensor
 
-from weft.core.catalog import build_model, load_model
-from weft.core.model import Model
+from weft.core.models.catalog import build_model, load_model
+from weft.core.models.model import Model
 from weft.errors import ConfigError
 from weft.runtime.weights import Held, Part, Weights
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from weft.config import DigestPolicy, ReceiverMode
-from weft.core.engine_layout import engine_recipe
-from weft.core.model import Model
+from weft.core.layouts.engine_layout import engine_recipe
+from weft.core.layouts.trainer_layout import trainer_layout
+from weft.core.models.model import Model
 from weft.core.planner import make_plan
 from weft.core.topology import Cluster, HostKind, Nic
-from weft.core.trainer_layout import trainer_layout
 from weft.sim.simulator import Options, simulate
 
 

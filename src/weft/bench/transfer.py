@@ -20,7 +20,7 @@ from weft.bench.fleet import Fleet
 from weft.bench.prediction import Rates, predict
 from weft.bench.worker import start_fleet
 from weft.config import DeltaPolicy, DigestPolicy, ReceiverMode, TransferSettings
-from weft.core.model import Model
+from weft.core.models.model import Model
 from weft.errors import ConfigError
 from weft.runtime.controller.controller import Controller
 from weft.transport.registry import is_installed

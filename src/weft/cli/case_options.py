@@ -11,11 +11,11 @@ import typer
 
 from weft.cli.output import progress
 from weft.config import load_settings
-from weft.core import plan_file
 from weft.core.case import Case, plan_case
-from weft.core.catalog import load_model
-from weft.core.layout_file import is_layout_file
-from weft.core.plan import Plan
+from weft.core.layouts.layout_file import is_layout_file
+from weft.core.models.catalog import load_model
+from weft.core.plans import plan_file
+from weft.core.plans.plan import Plan
 from weft.errors import ConfigError
 from weft.sim.presets import PRESETS
 

@@ -9,7 +9,7 @@ import typer
 
 from weft.cli.case_options import Json
 from weft.cli.output import print_json, progress, show_table
-from weft.core.catalog import load_model, model_names
+from weft.core.models.catalog import load_model, model_names
 from weft.core.topology import PRESETS as TOPOLOGIES
 from weft.sim.presets import PRESETS
 

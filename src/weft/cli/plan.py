@@ -29,12 +29,12 @@ from weft.cli.case_options import (
     one_name,
 )
 from weft.cli.output import err, gb, print_json, show_facts
-from weft.core import plan_file
-from weft.core.bound import balance
-from weft.core.explain import Explanation, explain
-from weft.core.memory_cost import memory_cost
-from weft.core.plan import Plan
-from weft.core.streams import Path as StreamPath
+from weft.core.plans import plan_file
+from weft.core.plans.bound import balance
+from weft.core.plans.explain import Explanation, explain
+from weft.core.plans.memory_cost import memory_cost
+from weft.core.plans.plan import Plan
+from weft.core.streams.stream import Path as StreamPath
 from weft.observe.matrix import write_picture
 from weft.observe.memory import peak_rss_bytes
 

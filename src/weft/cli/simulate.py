@@ -30,8 +30,8 @@ from weft.cli.case_options import (
 )
 from weft.cli.output import err, gb, print_json, progress, show_facts
 from weft.config import ReceiverMode
-from weft.core.catalog import load_model
-from weft.core.plan import Plan
+from weft.core.models.catalog import load_model
+from weft.core.plans.plan import Plan
 from weft.errors import ConfigError
 from weft.observe.trace import write_trace
 from weft.sim.peers import beside_gather as gather_comparison

@@ -24,8 +24,8 @@ from weft.codec import fp8
 from weft.codec.cast import cast_all
 from weft.codec.grids import BlockSpread, HeldGrids
 from weft.codec.memory import Floats
+from weft.core.geometry.planes import Planes, joined
 from weft.core.layout import DTYPE_BYTES
-from weft.core.planes import Planes, joined
 from weft.core.recipe import Op
 from weft.devices import CPU
 from weft.errors import CodecError

@@ -22,8 +22,8 @@ from weft.codec.fp8 import Box, Grid
 from weft.codec.grids import BlockSpread, HeldGrids
 from weft.codec.matrix_tiles import SIDE, MatrixBox, MatrixTiles
 from weft.codec.memory import Floats
+from weft.core.geometry.planes import Planes
 from weft.core.layout import DTYPE_BYTES
-from weft.core.planes import Planes
 from weft.core.recipe import Op
 from weft.errors import CodecError
 from weft.gpu import GpuWork

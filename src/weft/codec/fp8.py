@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from weft.codec.memory import Floats, matrix_view
-from weft.core.scaling import Scaling, block_sides, scale_shape
+from weft.core.geometry.scaling import Scaling, block_sides, scale_shape
 from weft.errors import CodecError
 
 try:

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from weft.codec.fp8 import Box, Grid
-from weft.core.scaling import Scaling, block_sides_of
+from weft.core.geometry.scaling import Scaling, block_sides_of
 
 Int64s = NDArray[np.int64]
 SCALINGS = tuple(Scaling)

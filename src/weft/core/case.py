@@ -11,16 +11,16 @@ from pathlib import Path
 
 from weft.config import Settings
 from weft.core.assign import Policy
-from weft.core.catalog import load_model
-from weft.core.engine_layout import engine_recipe, parse_engine
 from weft.core.layout import Layout
-from weft.core.layout_file import is_layout_file, read_engine_file, read_trainer_file
-from weft.core.model import Model
-from weft.core.plan import Plan
+from weft.core.layouts.engine_layout import engine_recipe, parse_engine
+from weft.core.layouts.layout_file import is_layout_file, read_engine_file, read_trainer_file
+from weft.core.layouts.trainer_layout import Gather, parse_trainer, trainer_layout
+from weft.core.models.catalog import load_model
+from weft.core.models.model import Model
 from weft.core.planner import make_plan, parse_policy
+from weft.core.plans.plan import Plan
 from weft.core.recipe import Recipe
 from weft.core.topology import Cluster, Topology, load_topology, with_placement
-from weft.core.trainer_layout import Gather, parse_trainer, trainer_layout
 from weft.errors import ConfigError
 
 

@@ -22,9 +22,9 @@ from math import prod
 import numpy as np
 from numpy.typing import NDArray
 
-from weft.core import boxes
-from weft.core.boxes import Ints
-from weft.core.fingerprint import by_appearance, distinct_rows
+from weft.core.geometry import boxes
+from weft.core.geometry.boxes import Ints
+from weft.core.geometry.fingerprint import by_appearance, distinct_rows
 from weft.errors import LayoutError
 
 DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8_e4m3": 1}

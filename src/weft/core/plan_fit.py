@@ -16,14 +16,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from weft.core.assign import Policy
-from weft.core.boxes import Ints, pad_dims
-from weft.core.fingerprint import Keys, mix, name_keys
+from weft.core.geometry.boxes import Ints, pad_dims
+from weft.core.geometry.fingerprint import Keys, mix, name_keys
+from weft.core.geometry.scaling import SCALE_SUFFIX, Scaling
 from weft.core.layout import DTYPE_BYTES, Layout, RankGroups
-from weft.core.plan import Plan
 from weft.core.planner import make_plan
-from weft.core.proof import prove
+from weft.core.plans.plan import Plan
+from weft.core.plans.proof import prove
 from weft.core.recipe import Op, Recipe
-from weft.core.scaling import SCALE_SUFFIX, Scaling
 from weft.errors import LayoutError, PlanError
 
 _DTYPES = tuple(DTYPE_BYTES)

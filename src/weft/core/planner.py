@@ -16,14 +16,14 @@ from dataclasses import replace
 import numpy as np
 
 from weft.config import Settings
-from weft.core import boxes
 from weft.core.assign import Demand, Policy, choose_senders
-from weft.core.boxes import Ints
+from weft.core.geometry import boxes
+from weft.core.geometry.boxes import Ints
+from weft.core.geometry.scaling import QUANT_BLOCK
 from weft.core.layout import Layout, tensors_of
-from weft.core.plan import Plan, piece_sources, route_boxes, scale_name
-from weft.core.proof import prove
+from weft.core.plans.plan import Plan, piece_sources, route_boxes, scale_name
+from weft.core.plans.proof import prove
 from weft.core.recipe import Op, Recipe, ignored_tensors, to_destination_dims, to_source_dims, widen
-from weft.core.scaling import QUANT_BLOCK
 from weft.core.topology import Topology
 from weft.errors import ConfigError, LayoutError, PlanError
 

@@ -9,7 +9,7 @@ all its pieces as columns; rows of the engine layout that are made the same way 
         Piece(dst="qkv", source="kv", dst_lo=(8, 0), extent=(4, 4), src_lo=(0, 0)),
     ]})
 
-Loaders that were traced give strided views instead: `weft.core.strided`.
+Loaders that were traced give strided views instead: `weft.core.layouts.strided`.
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ from itertools import repeat
 import numpy as np
 from numpy.typing import NDArray
 
-from weft.core import boxes
-from weft.core.boxes import Ints, pad_dims
+from weft.core.geometry import boxes
+from weft.core.geometry.boxes import Ints, pad_dims
+from weft.core.geometry.scaling import Scaling, block_sides_of
 from weft.core.layout import (
     DTYPE_BYTES,
     MAX_RANKS,
@@ -39,7 +40,6 @@ from weft.core.layout import (
     is_rank,
     shape_column,
 )
-from weft.core.scaling import Scaling, block_sides_of
 from weft.errors import ConfigError, LayoutError
 
 

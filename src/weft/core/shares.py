@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from weft.core.boxes import Ints
+from weft.core.geometry.boxes import Ints
 from weft.core.layout import RankGroups
 from weft.core.topology import Topology
 

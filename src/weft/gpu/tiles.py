@@ -17,7 +17,7 @@ from dataclasses import dataclass, fields, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from weft.core.planes import Planes
+from weft.core.geometry.planes import Planes
 
 Int64s = NDArray[np.int64]
 VECTOR_BYTES = 16

@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 
 from weft import native
-from weft.core.planes import Planes
+from weft.core.geometry.planes import Planes
 from weft.gpu.memory import device_view, pinned_view
 from weft.gpu.tiles import walk_table
 from weft.gpu.walking import walk

@@ -26,8 +26,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
 from weft.core.layout import Tensor
+from weft.core.layouts.strided import StridedPiece, boxes_of_view
 from weft.core.recipe import Op, Piece
-from weft.core.strided import StridedPiece, boxes_of_view
 from weft.errors import LayoutError
 from weft.integrations.dtypes import NAMES, TORCH_DTYPES
 

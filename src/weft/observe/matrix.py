@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from weft.core.plan import Plan
+from weft.core.plans.plan import Plan
 from weft.errors import ConfigError
 
 _RAMP = np.array([(247, 251, 255), (198, 219, 239), (107, 174, 214), (33, 113, 181), (8, 48, 107)], dtype=np.float64)

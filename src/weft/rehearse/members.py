@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 from weft.codec.conversion import Converter
-from weft.core.planes import Planes
+from weft.core.geometry.planes import Planes
 from weft.core.topology import Topology
 from weft.devices import DeviceWork
 from weft.native import Column

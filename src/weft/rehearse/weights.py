@@ -12,10 +12,10 @@ from math import prod
 
 import numpy as np
 
-from weft.core.boxes import Ints
 from weft.core.case import Sides
-from weft.core.engine_boxes import EngineBoxes, held_rows
+from weft.core.geometry.boxes import Ints
 from weft.core.layout import DTYPE_BYTES, Tensor
+from weft.core.layouts.engine_boxes import EngineBoxes, held_rows
 from weft.runtime.weights import Held, Weights
 from weft.transport.pages import Reserved
 

@@ -19,13 +19,13 @@ from numpy.typing import NDArray
 
 from weft.core.assign import round_robin_sources
 from weft.core.case import plan_case
-from weft.core.catalog import load_model
-from weft.core.engine_layout import engine_recipe, parse_engine
 from weft.core.layout import DTYPE_BYTES
-from weft.core.model import Model
-from weft.core.plan import Plan
+from weft.core.layouts.engine_layout import engine_recipe, parse_engine
+from weft.core.layouts.trainer_layout import Mesh, parse_trainer
+from weft.core.models.catalog import load_model
+from weft.core.models.model import Model
+from weft.core.plans.plan import Plan
 from weft.core.topology import Topology, load_topology
-from weft.core.trainer_layout import Mesh, parse_trainer
 from weft.sim.costs import GatherCosts, StageCosts
 from weft.sim.presets import PRESETS, Preset
 from weft.sim.simulator import Options, Prediction, Prepare, simulate

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from weft.core.boxes import Ints
+from weft.core.geometry.boxes import Ints
 
 Floats = NDArray[np.float64]
 _SLOT_FREE, _ARRIVAL, _RESOURCE_FREE = range(3)

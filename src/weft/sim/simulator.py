@@ -21,11 +21,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from weft.config import ReceiverMode
-from weft.core.boxes import Ints
+from weft.core.geometry.boxes import Ints
 from weft.core.layout import DTYPE_BYTES
-from weft.core.plan import Plan
+from weft.core.plans.plan import Plan
+from weft.core.plans.schedule import Schedule, make_schedule
 from weft.core.recipe import Op
-from weft.core.schedule import Schedule, make_schedule
 from weft.events import Recorder
 from weft.sim.costs import StageCosts
 from weft.sim.delta_size import apply_traffic, patch_bytes

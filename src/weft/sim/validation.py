@@ -13,15 +13,15 @@ from typing import Any
 
 from weft.core.assign import round_robin_sources
 from weft.core.case import plan_case
-from weft.core.catalog import load_model
-from weft.core.engine_layout import parse_engine
 from weft.core.layout import Layout, Shard, Tensor
-from weft.core.model import Model
-from weft.core.plan import Plan
+from weft.core.layouts.engine_layout import parse_engine
+from weft.core.layouts.trainer_layout import parse_trainer
+from weft.core.models.catalog import load_model
+from weft.core.models.model import Model
 from weft.core.planner import make_plan
+from weft.core.plans.plan import Plan
 from weft.core.recipe import Piece, Recipe
 from weft.core.topology import Cluster, HostKind, Nic
-from weft.core.trainer_layout import parse_trainer
 from weft.sim import delta_size
 from weft.sim.costs import GatherCosts, StageCosts, fit_writes, paged_errors, single_errors
 from weft.sim.peers import (

@@ -32,7 +32,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from weft.core.planes import Planes
+from weft.core.geometry.planes import Planes
 from weft.devices import DeviceWork
 from weft.errors import PeerLost, RegistrationError, TransferTimeout, TransportError, WeftError
 from weft.transport.pages import Pages

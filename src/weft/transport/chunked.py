@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from weft import native
-from weft.core.planes import Planes
+from weft.core.geometry.planes import Planes
 from weft.errors import TransportError
 from weft.transport.base import Batch, Peer, Transport, Written, split_batch
 

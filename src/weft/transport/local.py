@@ -12,7 +12,7 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from weft.core.planes import Planes
+from weft.core.geometry.planes import Planes
 from weft.errors import PeerLost, TransferTimeout
 from weft.transport.base import Batch, Capabilities, Descriptor, Endpoint, Ranges
 from weft.transport.mapped import MappedTransport

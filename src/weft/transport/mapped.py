@@ -16,7 +16,7 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from weft.core.planes import Planes, cut_long_rows, joined
+from weft.core.geometry.planes import Planes, cut_long_rows, joined
 from weft.errors import TransportError
 from weft.transport.base import Handle, Peer, Ticket, Written
 from weft.transport.chunked import ChunkedTransport

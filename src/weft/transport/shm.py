@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from weft import native
-from weft.core.planes import Planes
+from weft.core.geometry.planes import Planes
 from weft.errors import PeerLost, RegistrationError, TransportError
 from weft.transport.base import (
     MAX_WRITERS,

@@ -13,7 +13,7 @@ from typing import Self
 
 import numpy as np
 
-from weft.core.planes import Planes, bundled
+from weft.core.geometry.planes import Planes, bundled
 from weft.transport.mapped import DirectBatch
 
 

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from tests.process.storm.contents import Difference
 from tests.process.storm.settings import ROW, StormSettings
-from weft.core.scaling import QUANT_BLOCK
+from weft.core.geometry.scaling import QUANT_BLOCK
 from weft.runtime.weights import Part
 
 NUM_SETS, NUM_POWERS = 4, 7

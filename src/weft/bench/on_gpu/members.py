@@ -18,10 +18,10 @@ from weft.bench.fleet import answer_requests
 from weft.bench.gathering import reference_fp8
 from weft.bench.on_gpu import contents
 from weft.bench.worker import sleep_until
-from weft.core.catalog import build_model, load_model
-from weft.core.engine_boxes import EngineBox, EngineBoxes, held_rows
-from weft.core.engine_layout import engine_recipe
-from weft.core.model import Model
+from weft.core.layouts.engine_boxes import EngineBox, EngineBoxes, held_rows
+from weft.core.layouts.engine_layout import engine_recipe
+from weft.core.models.catalog import build_model, load_model
+from weft.core.models.model import Model
 from weft.core.recipe import Op
 from weft.errors import ConfigError
 from weft.events import busy_seconds

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from weft.core.configs import CONFIGS, DEFAULTS
+from weft.core.models.configs import CONFIGS, DEFAULTS
 from weft.errors import ConfigError
 
 TINY: dict[str, Any] = {

@@ -11,12 +11,12 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from weft.core.box_recipe import TakenBoxes
+from weft.core.geometry.scaling import Scaling
 from weft.core.layout import Tensor
-from weft.core.plan import Plan
+from weft.core.layouts.box_recipe import TakenBoxes
 from weft.core.plan_fit import fit_plan
+from weft.core.plans.plan import Plan
 from weft.core.recipe import Op, Piece, Recipe, padding_piece
-from weft.core.scaling import Scaling
 from weft.runtime.compile.matching import Matched, side_of, trainer_layout
 from weft.runtime.control.held import HeldShard
 from weft.runtime.control.messages import Join

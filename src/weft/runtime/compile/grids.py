@@ -11,12 +11,12 @@ from numpy.typing import NDArray
 
 from weft.codec.fp8 import Grid
 from weft.codec.grids import SCALINGS, GridBoxes, HeldGrids
-from weft.core.boxes import Ints
-from weft.core.exchange import ScaleGroups
-from weft.core.plan import Plan
+from weft.core.geometry.boxes import Ints
+from weft.core.plans.plan import Plan
 from weft.core.recipe import Op
+from weft.core.streams.exchange import ScaleGroups
 from weft.errors import ProtocolError
-from weft.runtime.compile.columns import expand, squeeze
+from weft.runtime.control.columns import expand, squeeze
 from weft.runtime.weights import Weights
 
 Int64s = NDArray[np.int64]

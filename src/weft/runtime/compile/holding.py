@@ -8,8 +8,8 @@ from itertools import repeat
 import numpy as np
 from numpy.typing import NDArray
 
-from weft.core.boxes import Ints, pad_dims
-from weft.core.fingerprint import mix
+from weft.core.geometry.boxes import Ints, pad_dims
+from weft.core.geometry.fingerprint import mix
 from weft.core.layout import Layout
 from weft.runtime.control.held import HeldTable
 

@@ -12,13 +12,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from weft.codec.conversion import DTYPE_WIDTHS, DTYPES
-from weft.core.boxes import row_major_strides
-from weft.core.fingerprint import distinct_rows
-from weft.core.plan import Plan
+from weft.core.geometry.boxes import row_major_strides
+from weft.core.geometry.fingerprint import distinct_rows
+from weft.core.plans.plan import Plan
 from weft.core.recipe import Op
-from weft.core.row_boxes import RowBoxes
+from weft.core.streams.row_boxes import RowBoxes
 from weft.errors import ProtocolError
-from weft.runtime.compile.columns import expand, squeeze
+from weft.runtime.control.columns import expand, squeeze
 
 Int64s = NDArray[np.int64]
 

@@ -1,7 +1,7 @@
 """A link's stream, compiled from its boxes: the tables both of its ends work through, version after version.
 
-Both ends cut the same boxes into the same units and Chunks (`weft.core.streams`); each adds its own addresses. Nothing
-here is done tensor by tensor: columns go in, tables of planes come out.
+Both ends cut the same boxes into the same units and Chunks (`weft.core.streams.stream`); each adds its own addresses.
+Nothing here is done tensor by tensor: columns go in, tables of planes come out.
 
     stream = LinkStream(LinkBoxes.decode(data), carriage)
     stream.straight(source, to)           # trainer: what is written straight from the weights, Chunk by Chunk
@@ -19,11 +19,11 @@ from numpy.typing import NDArray
 from weft.codec.conversion import ChunkFill, Conversion, Conversions
 from weft.codec.delta import ImageRows
 from weft.codec.image import ImageLayout, Section
-from weft.core.boxes import contiguous_run, row_major_strides
-from weft.core.carriage import Carriage
-from weft.core.planes import PlaneColumns, Planes, num_runs, planes_of
+from weft.core.geometry.boxes import contiguous_run, row_major_strides
+from weft.core.geometry.planes import PlaneColumns, Planes, num_runs, planes_of
 from weft.core.recipe import Op
-from weft.core.streams import UNIT_ALIGN, Path, StreamBoxes, cut_streams, paths_of
+from weft.core.streams.carriage import Carriage
+from weft.core.streams.stream import UNIT_ALIGN, Path, StreamBoxes, cut_streams, paths_of
 from weft.runtime.compile.link_boxes import LinkBoxes
 
 Int64s = NDArray[np.int64]

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 import numpy as np
 
 from weft.config import DeltaPolicy, ReceiverMode, StagingPolicy, TransferSettings
-from weft.core.plan import Plan
-from weft.core.plan_streams import PairLinks
+from weft.core.plans.plan import Plan
+from weft.core.streams.plan_streams import PairLinks
 from weft.devices import memory_kind
 from weft.transport.registry import IS_MAPPED
 

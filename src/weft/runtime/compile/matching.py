@@ -18,14 +18,14 @@ from numpy.typing import NDArray
 
 from weft.config import Settings
 from weft.core.assign import Policy
-from weft.core.box_recipe import TakenBoxes, recipe_of_boxes
-from weft.core.boxes import pad_dims
-from weft.core.fingerprint import by_appearance
+from weft.core.geometry.boxes import pad_dims
+from weft.core.geometry.fingerprint import by_appearance
+from weft.core.geometry.scaling import Scaling, block_sides_of
 from weft.core.layout import Layout, tensors_of
-from weft.core.plan import Plan
+from weft.core.layouts.box_recipe import TakenBoxes, recipe_of_boxes
 from weft.core.planner import make_plan
+from weft.core.plans.plan import Plan
 from weft.core.recipe import Op, Recipe, ignored_tensors
-from weft.core.scaling import Scaling, block_sides_of
 from weft.core.topology import Cluster, Seat, place_members
 from weft.errors import LayoutError
 from weft.runtime.compile.sides import Side

@@ -13,20 +13,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from weft.config import DeltaPolicy, ReceiverMode, TransferSettings
-from weft.core.exchange import ScaleGroups
-from weft.core.memory_cost import patch_room
-from weft.core.plan import Plan
-from weft.core.plan_streams import PlanChunks, plan_chunks
+from weft.core.plans.memory_cost import patch_room
+from weft.core.plans.plan import Plan
 from weft.core.recipe import Op
-from weft.core.row_boxes import RowBoxes
-from weft.core.streams import Path
+from weft.core.streams.exchange import ScaleGroups
+from weft.core.streams.plan_streams import PlanChunks, plan_chunks
+from weft.core.streams.row_boxes import RowBoxes
+from weft.core.streams.stream import Path
 from weft.errors import PlanError
-from weft.runtime.compile.columns import squeeze
 from weft.runtime.compile.grids import TrainerGrids, trainer_grids
 from weft.runtime.compile.holding import LayoutRows
 from weft.runtime.compile.link_boxes import PlanBoxes
 from weft.runtime.compile.links import member_links
 from weft.runtime.compile.sharing import Neighbours
+from weft.runtime.control.columns import squeeze
 from weft.runtime.control.held import HeldTable
 from weft.runtime.control.messages import Holder, Join, Opened, ReceivePlan, SendPlan, Source, Target, unpack
 from weft.transport.base import Endpoint

@@ -14,10 +14,10 @@ from itertools import groupby
 import numpy as np
 from numpy.typing import NDArray
 
-from weft.core.exchange import ScaleGroups
-from weft.core.fingerprint import distinct_rows
+from weft.core.geometry.fingerprint import distinct_rows
 from weft.core.layout import RankGroups
-from weft.core.plan import Plan
+from weft.core.plans.plan import Plan
+from weft.core.streams.exchange import ScaleGroups
 
 Int64s = NDArray[np.int64]
 DIRECT, COLLECTED_HERE, COLLECTED_ELSEWHERE = range(3)

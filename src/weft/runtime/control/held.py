@@ -17,10 +17,10 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from weft.core.boxes import contiguous_run, pad_dims, volume
+from weft.core.geometry.boxes import contiguous_run, pad_dims, volume
 from weft.core.layout import DTYPE_BYTES, MAX_DIMS, coordinate_column
 from weft.errors import LayoutError, ProtocolError
-from weft.runtime.compile.columns import expand, squeeze
+from weft.runtime.control.columns import expand, squeeze
 
 Int64s = NDArray[np.int64]
 MAX_NAME_BYTES = 1 << 28
@@ -54,7 +54,7 @@ class HeldColumns(msgspec.Struct, frozen=True, dict=True, forbid_unknown_fields=
     """Compressed; first those of the shards, then aliases."""
     dtypes: tuple[str, ...]
     columns: bytes
-    """A table of weft.runtime.compile.columns."""
+    """A table of weft.runtime.control.columns."""
 
     @cached_property
     def table(self) -> HeldTable:

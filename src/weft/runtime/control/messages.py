@@ -6,7 +6,7 @@
                           Decide, Alive
     trainer → trainer     Introduction, Magnitudes
 
-Tables travel compressed (weft.runtime.compile.columns), other columns as little-endian 8-byte integers.
+Tables travel compressed (weft.runtime.control.columns), other columns as little-endian 8-byte integers.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 
 from weft.config import TransferSettings
-from weft.core.carriage import Carriage
+from weft.core.streams.carriage import Carriage
 from weft.runtime.control.held import HeldColumns
 from weft.transport.base import Column, Descriptor, Endpoint
 from weft.transport.host import ProcessIdentity

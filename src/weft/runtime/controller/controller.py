@@ -29,7 +29,7 @@ from typing import Any, Self
 
 from weft.config import DeltaPolicy, DigestPolicy, ReceiverMode, TransferSettings
 from weft.core.assign import Policy
-from weft.core.plan import Plan
+from weft.core.plans.plan import Plan
 from weft.core.topology import Cluster
 from weft.core.version import CommitPolicy, Decision, VersionLedger
 from weft.errors import ConfigError, LayoutError, PlanError, ProtocolError, VersionError, WeftError

@@ -29,7 +29,7 @@ from typing import Any
 import msgspec
 
 from weft.config import TransferSettings
-from weft.core.plan import Plan
+from weft.core.plans.plan import Plan
 from weft.errors import PlanError, WeftError
 from weft.runtime.compile.parts import Parts
 from weft.runtime.control.messages import Join, Opened, ReceivePlan, SendPlan

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from weft.config import Settings, TransferSettings
-from weft.core import plan_file
 from weft.core.assign import Policy
-from weft.core.plan import Plan
 from weft.core.planner import parse_policy
+from weft.core.plans import plan_file
+from weft.core.plans.plan import Plan
 from weft.core.topology import Cluster, load_topology
 from weft.core.version import CommitPolicy
 from weft.errors import ConfigError

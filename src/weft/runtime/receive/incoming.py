@@ -8,7 +8,7 @@ import numpy as np
 
 from weft.codec.memory import Bytes, memory_view
 from weft.codec.patching import Patcher
-from weft.core.planes import Planes
+from weft.core.geometry.planes import Planes
 from weft.errors import CodecError
 from weft.runtime.control.messages import Part
 from weft.runtime.receive.landing import ArrivingChunk, ArrivingLink, PatchedLink, PatchPlace

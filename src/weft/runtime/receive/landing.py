@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 from weft.codec.delta import ImageRows
 from weft.codec.image import ALIGN as PATCH_ALIGN
 from weft.codec.image import ImageLayout
-from weft.core.boxes import row_major_strides
-from weft.core.planes import Planes, joined, planes_of
+from weft.core.geometry.boxes import row_major_strides
+from weft.core.geometry.planes import Planes, joined, planes_of
 from weft.errors import LayoutError
 from weft.runtime.compile.link_boxes import LinkBoxes
 from weft.runtime.compile.link_stream import LinkStream

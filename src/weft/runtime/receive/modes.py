@@ -11,7 +11,7 @@ import abc
 from collections.abc import Sequence
 
 from weft.config import ReceiverMode
-from weft.core.planes import Planes
+from weft.core.geometry.planes import Planes
 from weft.devices import DeviceWork
 from weft.errors import IntegrityError
 from weft.runtime.control.messages import Open

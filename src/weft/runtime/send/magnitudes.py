@@ -26,8 +26,8 @@ from numpy.typing import NDArray
 
 from weft.codec.memory import Floats
 from weft.errors import ProtocolError
-from weft.runtime.compile.columns import expand, squeeze
 from weft.runtime.compile.sharing import COLLECTED_ELSEWHERE, COLLECTED_HERE
+from weft.runtime.control.columns import expand, squeeze
 
 Int64s = NDArray[np.int64]
 MAX_BLOCKS, MAX_NUMBERS = 1 << 40, 1 << 24

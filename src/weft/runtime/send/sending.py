@@ -13,13 +13,13 @@ from numpy.typing import NDArray
 from weft.codec.conversion import Converter, converter_for
 from weft.codec.patching import patcher_for
 from weft.config import DeltaPolicy, DigestPolicy, StagingPolicy, TransferSettings
-from weft.core.planes import Planes, joined
+from weft.core.geometry.planes import Planes, joined
 from weft.devices import CPU
 from weft.errors import ProtocolError, TransportError
-from weft.runtime.compile.columns import expand
 from weft.runtime.compile.grids import held_grids
 from weft.runtime.compile.link_boxes import LinkBoxes
 from weft.runtime.compile.link_stream import LinkStream
+from weft.runtime.control.columns import expand
 from weft.runtime.control.messages import SendPlan, Target
 from weft.runtime.memory import own_memory
 from weft.runtime.send.job import Chunk, Link, Parcel

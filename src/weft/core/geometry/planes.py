@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from weft.core.boxes import Ints, split_contiguous
+from weft.core.geometry.boxes import Ints, split_contiguous
 
 Int64s = NDArray[np.int64]
 

@@ -19,12 +19,12 @@ from math import lcm
 
 import numpy as np
 
-from weft.core.axes import check_world, parse_axes
-from weft.core.boxes import Ints
+from weft.core.geometry.boxes import Ints
+from weft.core.geometry.scaling import QUANT_BLOCK, scale_shape
 from weft.core.layout import Tensor
-from weft.core.model import Model, ModelTensor, Split, expert_range
+from weft.core.layouts.axes import check_world, parse_axes
+from weft.core.models.model import Model, ModelTensor, Split, expert_range
 from weft.core.recipe import Op, Piece, Recipe, RecipeBuilder, padding_piece
-from weft.core.scaling import QUANT_BLOCK, scale_shape
 from weft.errors import ConfigError, LayoutError
 
 VOCAB_MULTIPLE = 64

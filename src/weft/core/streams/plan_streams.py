@@ -2,7 +2,7 @@
 
 How a box travels depends on its link (`PairLinks`). Before a run these are what the topology says: pairs of one link
 domain map each other's memory, others take descriptors. The runtime makes its links from the transports it has chosen.
-Both count with the functions of `weft.core.streams`, which also cut what really runs.
+Both count with the functions of `weft.core.streams.stream`, which also cut what really runs.
 
     chunks = plan_chunks(plan, PairLinks.planned(plan.topology, plan.settings))
 """
@@ -16,16 +16,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from weft.config import Settings
-from weft.core.boxes import Ints, row_major_strides
-from weft.core.carriage import Carriage
-from weft.core.planes import num_runs
+from weft.core.geometry.boxes import Ints, row_major_strides
+from weft.core.geometry.planes import num_runs
 from weft.core.recipe import Op
-from weft.core.row_boxes import RowBoxes
-from weft.core.streams import Path, StreamBoxes, cut_streams, paths_of
+from weft.core.streams.carriage import Carriage
+from weft.core.streams.row_boxes import RowBoxes
+from weft.core.streams.stream import Path, StreamBoxes, cut_streams, paths_of
 from weft.core.topology import Topology
 
 if TYPE_CHECKING:
-    from weft.core.plan import Plan
+    from weft.core.plans.plan import Plan
 
 Int64s = NDArray[np.int64]
 

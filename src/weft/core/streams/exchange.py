@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from weft.core.boxes import volume
+from weft.core.geometry.boxes import volume
 
 if TYPE_CHECKING:
-    from weft.core.plan import Plan
+    from weft.core.plans.plan import Plan
 
 GROUP_BYTES = 64 << 20
 """Weights of one trainer whose magnitudes are exchanged at once, at least."""

@@ -6,7 +6,7 @@ import enum
 
 import numpy as np
 
-from weft.core.boxes import Ints
+from weft.core.geometry.boxes import Ints
 
 QUANT_BLOCK = 128
 """Side of the square blocks that share one FP8 scale."""

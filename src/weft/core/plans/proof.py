@@ -10,11 +10,11 @@ from typing import Any
 
 import numpy as np
 
-from weft.core import boxes
-from weft.core.boxes import Ints
-from weft.core.plan import Plan, piece_sources
+from weft.core.geometry import boxes
+from weft.core.geometry.boxes import Ints
+from weft.core.geometry.scaling import SCALE_SUFFIX
+from weft.core.plans.plan import Plan, piece_sources
 from weft.core.recipe import Op, to_destination_dims, to_source_dims
-from weft.core.scaling import SCALE_SUFFIX
 from weft.errors import LayoutError, PlanError
 
 

@@ -25,12 +25,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from weft.config import settings_from
-from weft.core.fingerprint import Keys, mix, name_keys
+from weft.core.geometry.fingerprint import Keys, mix, name_keys
+from weft.core.geometry.scaling import Scaling
 from weft.core.layout import Layout, RankGroups, Tensor
-from weft.core.plan import Plan
-from weft.core.proof import prove
+from weft.core.plans.plan import Plan
+from weft.core.plans.proof import prove
 from weft.core.recipe import Recipe
-from weft.core.scaling import Scaling
 from weft.core.topology import topology_from_mapping
 from weft.errors import PlanError, WeftError
 

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from weft.config import TransferSettings
-from weft.core.boxes import Ints
-from weft.core.plan import Plan
+from weft.core.geometry.boxes import Ints
+from weft.core.plans.plan import Plan
 
 SMALLEST_PATCH_ROOM = 64 << 10
 """Of a link: patches of few elements consist of headers."""

@@ -20,8 +20,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from weft.core.boxes import Ints
-from weft.core.planes import coordinates_of
+from weft.core.geometry.boxes import Ints
+from weft.core.geometry.planes import coordinates_of
 
 Int64s = NDArray[np.int64]
 UNIT_ALIGN = 16

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from weft.core.boxes import Ints
-from weft.core.plan import Plan
-from weft.core.plan_streams import PairLinks
+from weft.core.geometry.boxes import Ints
+from weft.core.plans.plan import Plan
 from weft.core.recipe import Op
-from weft.core.streams import Path
+from weft.core.streams.plan_streams import PairLinks
+from weft.core.streams.stream import Path
 from weft.errors import ConfigError
 
 

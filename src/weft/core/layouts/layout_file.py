@@ -20,9 +20,9 @@ from typing import Literal, TypeVar
 import msgspec
 
 from weft.core.layout import Layout, Shard, Tensor
-from weft.core.model import Model
+from weft.core.layouts.strided import StridedPiece, recipe_from_strided
+from weft.core.models.model import Model
 from weft.core.recipe import Op, Recipe
-from weft.core.strided import StridedPiece, recipe_from_strided
 from weft.errors import ConfigError, LayoutError
 
 MAX_FILE_BYTES = 1 << 30

@@ -1,9 +1,9 @@
 """Order and size of Chunks: what every sender writes when, under its staging budget.
 
 All routes of one (sender, receiver) pair form a stream, cut into Chunks of at most `chunk_bytes`
-(`weft.core.plan_streams`). A sender spreads the Chunks of each stream evenly over its whole time, so that all its
-streams end together; receivers take turns, and senders start with different receivers, so that no receiver is hit by
-all senders at once. A sender holds at most `num_slots` Chunks that are packed or converted but not yet written.
+(`weft.core.streams.plan_streams`). A sender spreads the Chunks of each stream evenly over its whole time, so that all
+its streams end together; receivers take turns, and senders start with different receivers, so that no receiver is hit
+by all senders at once. A sender holds at most `num_slots` Chunks that are packed or converted but not yet written.
 
     schedule = make_schedule(plan)
     schedule.of(sender=3)          # row numbers of this sender's chunks, in order
@@ -16,10 +16,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from weft.core.boxes import Ints
-from weft.core.plan import Plan
-from weft.core.plan_streams import PairLinks, PlanChunks, plan_chunks
-from weft.core.streams import Path
+from weft.core.geometry.boxes import Ints
+from weft.core.plans.plan import Plan
+from weft.core.streams.plan_streams import PairLinks, PlanChunks, plan_chunks
+from weft.core.streams.stream import Path
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from weft.core.boxes import Ints, contiguous_run, row_major_strides
-from weft.core.exchange import ScaleGroups
+from weft.core.geometry.boxes import Ints, contiguous_run, row_major_strides
+from weft.core.geometry.scaling import SCALE_SUFFIX
 from weft.core.recipe import Op, to_source_dims
-from weft.core.scaling import SCALE_SUFFIX
+from weft.core.streams.exchange import ScaleGroups
 
 if TYPE_CHECKING:
-    from weft.core.plan import Plan
+    from weft.core.plans.plan import Plan
 
 Int64s = NDArray[np.int64]
 

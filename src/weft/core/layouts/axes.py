@@ -47,17 +47,3 @@ def check_world(text: str, num_ranks: int, *, what: str) -> None:
         raise ConfigError(
             f"{what} layout `{text}` has {num_ranks} ranks", hint=f"at most {MAX_RANKS} ranks are supported"
         )
-
-
-def chunk(size: int, num_parts: int, part: int) -> tuple[int, int]:
-    """Start and length of one part by PyTorch's uneven rule: ceil-sized chunks, the last ones short or empty."""
-    step = -(-size // num_parts)
-    start = min(part * step, size)
-    return start, min(step, size - start)
-
-
-def even_split(size: int, num_parts: int, part: int) -> tuple[int, int]:
-    """Start and length of one part when sizes differ by at most one, longer parts first (layers, experts)."""
-    step, longer = divmod(size, num_parts)
-    start = part * step + min(part, longer)
-    return start, step + (part < longer)

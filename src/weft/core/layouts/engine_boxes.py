@@ -16,9 +16,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from weft.core.geometry.scaling import Scaling, scale_shape
 from weft.core.layout import Layout, Tensor
 from weft.core.recipe import Op, Recipe
-from weft.core.scaling import Scaling, scale_shape
 
 Dims = tuple[int, ...]
 

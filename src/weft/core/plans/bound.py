@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from weft.core.plan import Plan
+from weft.core.plans.plan import Plan
 from weft.core.topology import Topology
 
 Floats = NDArray[np.float64]

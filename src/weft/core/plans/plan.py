@@ -2,8 +2,8 @@
 
 A route is one source box → one destination box, for one engine rank, on a chosen sender. Routes with the same boxes
 that go to several engine ranks share a row; `sender[first[i]:first[i + 1]]` are the senders of row i, one for each
-rank of its destination group, in rank order. Planning makes plans (`weft.core.planner`), `weft.core.proof` proves
-them, `weft.core.plan_file` saves them, schedules and runtimes read them.
+rank of its destination group, in rank order. Planning makes plans (`weft.core.planner`), `weft.core.plans.proof` proves
+them, `weft.core.plans.plan_file` saves them, schedules and runtimes read them.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from weft.config import Settings
-from weft.core import boxes
-from weft.core.boxes import Ints
-from weft.core.exchange import ScaleGroups
+from weft.core.geometry import boxes
+from weft.core.geometry.boxes import Ints
+from weft.core.geometry.scaling import SCALE_SUFFIX, cut_blocks
 from weft.core.layout import Layout
-from weft.core.plan_streams import PairLinks, PlanChunks, plan_chunks
 from weft.core.recipe import Op, Recipe, to_destination_dims, to_source_dims
-from weft.core.row_boxes import RowBoxes
-from weft.core.scaling import SCALE_SUFFIX, cut_blocks
+from weft.core.streams.exchange import ScaleGroups
+from weft.core.streams.plan_streams import PairLinks, PlanChunks, plan_chunks
+from weft.core.streams.row_boxes import RowBoxes
 from weft.core.topology import Topology
 
 

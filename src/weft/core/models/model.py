@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from weft.core.axes import chunk, even_split
+from weft.core.geometry.splits import chunk, even_split
 from weft.core.layout import Tensor
 from weft.errors import ConfigError
 

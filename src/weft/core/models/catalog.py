@@ -16,8 +16,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from weft.core.configs import CONFIGS, DEFAULTS
-from weft.core.model import FIRST_STAGE, LAST_STAGE, Model, ModelTensor, Split
+from weft.core.models.configs import CONFIGS, DEFAULTS
+from weft.core.models.model import FIRST_STAGE, LAST_STAGE, Model, ModelTensor, Split
 from weft.errors import ConfigError
 
 MAX_LAYERS, MAX_EXPERTS, MAX_WIDTH = 2_000, 16_384, 2**24

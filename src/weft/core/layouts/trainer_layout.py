@@ -24,10 +24,11 @@ from math import gcd, prod
 
 import numpy as np
 
-from weft.core.axes import check_world, chunk, parse_axes
-from weft.core.boxes import Ints, pad_dims, row_major_strides
+from weft.core.geometry.boxes import Ints, pad_dims, row_major_strides
+from weft.core.geometry.splits import chunk
 from weft.core.layout import MAX_SHARD_ROWS, GroupBuilder, Layout
-from weft.core.model import Box, Model, ModelTensor, expert_range
+from weft.core.layouts.axes import check_world, parse_axes
+from weft.core.models.model import Box, Model, ModelTensor, expert_range
 from weft.errors import ConfigError, LayoutError
 
 _SHARDED = ("pp", "ddp", "fsdp", "hsdp", "ep", "tp")

@@ -13,11 +13,11 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from weft.core.boxes import Ints, pad_dims, row_major_strides
-from weft.core.fingerprint import by_appearance, distinct_rows
+from weft.core.geometry.boxes import Ints, pad_dims, row_major_strides
+from weft.core.geometry.fingerprint import by_appearance, distinct_rows
+from weft.core.geometry.scaling import Scaling
 from weft.core.layout import Layout, Tensor, group_ranks, tensors_of
 from weft.core.recipe import Op, Piece, Recipe
-from weft.core.scaling import Scaling
 from weft.errors import LayoutError
 
 Int64s = NDArray[np.int64]

@@ -1,0 +1,1 @@
+"""Boxes and planes as columns of numbers: what shards, recipes and streams are computed with."""

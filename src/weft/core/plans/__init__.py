@@ -1,0 +1,1 @@
+"""The Plan, and what is asked of one: proof, bound, memory, files, explanations."""
