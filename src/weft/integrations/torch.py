@@ -33,7 +33,6 @@ from weft.core.recipe import Piece
 from weft.errors import LayoutError, RegistrationError
 from weft.integrations.dtypes import NAMES
 from weft.runtime.weights import Allocate, Held, Part, Weights
-from weft.transport.shm import SharedMemory
 
 ALIGN = 256
 _PREFIXES = ("_orig_mod.",)
@@ -348,8 +347,10 @@ def _rehome(named: Sequence[_Named], allocate: Allocate, shapes: Mapping[str, tu
 def _move_all(groups: list[list[torch.Tensor]], allocate: Allocate) -> None:
     sizes = [-(-group[0].untyped_storage().nbytes() // ALIGN) * ALIGN for group in groups]
     memory = allocate(max(sum(sizes), ALIGN))
-    assert isinstance(memory.keep, SharedMemory)
-    arena = torch.from_numpy(np.frombuffer(memory.keep.buffer, dtype=np.uint8))  # keeps it mapped; frombuffer would not
+    assert memory.buffer is not None
+    arena = torch.from_numpy(
+        np.frombuffer(memory.buffer, dtype=np.uint8)
+    )  # keeps it mapped; torch.frombuffer would not
     start = 0
     for group, size in zip(groups, sizes, strict=True):
         _move_storage(group, arena, start)

@@ -97,6 +97,8 @@ class Memory:
     address: int
     num_bytes: int
     keep: Any = None
+    buffer: Any = None
+    """The memory as an object, where arrays can be made of it; it stays mapped while they use it."""
     give_up: Callable[[], bool] = _cannot_be_given_up
     """Frees the memory while a lost writer may still know its address: late writes reach nothing. The addresses stay
     reserved as long as this object is held. False, and nothing happens, where the device cannot do that."""

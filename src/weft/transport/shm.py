@@ -148,7 +148,9 @@ class ShmTransport(MappedTransport[_Peer]):
         self._check_open()
         shared = SharedMemory(num_bytes)
         self._memories.append(shared)
-        return Memory(address=shared.address, num_bytes=num_bytes, keep=shared, give_up=shared.give_up)
+        return Memory(
+            address=shared.address, num_bytes=num_bytes, keep=shared, buffer=shared.buffer, give_up=shared.give_up
+        )
 
     def _describe(self, address: int, num_bytes: int) -> Descriptor:
         data = _DescriptorData(-1, 0, 0)
