@@ -42,7 +42,7 @@ COUNTS, SHAPES = (20_000, 100_000), ((1, 1), (4, 2))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Case:
+class ManyTensorsCase:
     """What is measured."""
 
     tensors: int
@@ -51,7 +51,7 @@ class Case:
     engines: int
 
 
-def names(case: Case) -> list[str]:
+def names(case: ManyTensorsCase) -> list[str]:
     """Like the experts of a large model."""
     return [f"model.layers.{i // 512}.mlp.experts.{i % 512}.gate_proj.weight" for i in range(case.tensors)]
 
@@ -67,7 +67,7 @@ def fill(arrays: dict[str, Any], version: int) -> None:
         array[...] = contents(number, version)
 
 
-def trainer(pipe: Connection, case: Case, rank: int) -> None:
+def trainer(pipe: Connection, case: ManyTensorsCase, rank: int) -> None:
     """Hold a part of every tensor, publish when told to."""
     share = ROWS // case.trainers
     arrays = {name: np.zeros((share, COLUMNS), dtype=ml_dtypes.bfloat16) for name in names(case)}
@@ -85,7 +85,7 @@ def trainer(pipe: Connection, case: Case, rank: int) -> None:
             pipe.send(time.monotonic())
 
 
-def engine(pipe: Connection, case: Case, rank: int) -> None:
+def engine(pipe: Connection, case: ManyTensorsCase, rank: int) -> None:
     """Hold all tensors, commit what arrives, and say at the end whether it is right."""
     is_fp8 = case.precision == "fp8"
     dtype = ml_dtypes.float8_e4m3fn if is_fp8 else ml_dtypes.bfloat16
@@ -109,7 +109,7 @@ def engine(pipe: Connection, case: Case, rank: int) -> None:
 class Members:
     """The processes of a case."""
 
-    def __init__(self, case: Case) -> None:
+    def __init__(self, case: ManyTensorsCase) -> None:
         context = multiprocessing.get_context("spawn")
         self._processes = []
         self.pipes: dict[str, list[Connection]] = {"trainer": [], "engine": []}
@@ -162,7 +162,7 @@ def publish(members: Members, version: int) -> float:
     return max(members.answers("trainer")) - began
 
 
-def measure(case: Case) -> dict[str, Any]:
+def measure(case: ManyTensorsCase) -> dict[str, Any]:
     """One case."""
     num_members = case.trainers + case.engines
 
@@ -214,11 +214,13 @@ def main() -> None:
     options = parser.parse_args()
     if options.tensors is not None:
         precision = "fp8" if options.fp8 else "bf16"
-        one = Case(tensors=options.tensors, precision=precision, trainers=options.trainers, engines=options.engines)
+        one = ManyTensorsCase(
+            tensors=options.tensors, precision=precision, trainers=options.trainers, engines=options.engines
+        )
         cases = [one]
     else:
         cases = [
-            Case(tensors=count, precision=precision, trainers=trainers, engines=engines)
+            ManyTensorsCase(tensors=count, precision=precision, trainers=trainers, engines=engines)
             for count in COUNTS
             for trainers, engines in SHAPES
             for precision in ("bf16", "fp8")

@@ -91,9 +91,9 @@ def core():
 
 @pytest.fixture
 def attendant(core):
-    from weft.integrations.vllm.core import Attendant  # noqa: PLC0415
+    from weft.integrations.vllm.core import CoreAttendant  # noqa: PLC0415
 
-    attendant = Attendant(core)
+    attendant = CoreAttendant(core)
     yield attendant
     attendant.close()
 

@@ -16,7 +16,7 @@ from tests.process.runtime_members import Fleet, Process
 from tests.support.raw_member import join_message
 from weft.config import TransferSettings
 from weft.runtime.control.channel import Client, Server
-from weft.runtime.control.fragments import FRAGMENT_BYTES, HEADER, Kind, cut, pack_frame
+from weft.runtime.control.fragments import FRAGMENT_BYTES, HEADER, FrameKind, cut, pack_frame
 from weft.runtime.control.held import HeldTable
 from weft.runtime.control.messages import PROTOCOL, Alive, Beat, ToController, ToMember, Welcome
 from weft.runtime.controller.controller import Controller
@@ -48,7 +48,7 @@ def flood(pipe: Any, address: str, how: str) -> None:
         frames = itertools.repeat(BEAT)
     else:
         if how in ("greets", "joins"):
-            sending.send(pack_frame(Kind.HELLO, protocol=PROTOCOL, greeting=1))
+            sending.send(pack_frame(FrameKind.HELLO, protocol=PROTOCOL, greeting=1))
         number = itertools.count()
         if how == "joins":
             join = join_message("trainer", 1, held=HeldTable.of([]).packed())
@@ -133,7 +133,7 @@ def test_strangers_with_large_frames_cost_little_memory(frame_bytes):
             stranger.setsockopt(zmq.IDENTITY, f"trainer {number} 00000000".encode())
             stranger.setsockopt(zmq.LINGER, 0)
             stranger.connect(address)
-        frame = zmq.Frame(pack_frame(Kind.DATA, protocol=PROTOCOL, greeting=1) + bytes(frame_bytes - HEADER.size))
+        frame = zmq.Frame(pack_frame(FrameKind.DATA, protocol=PROTOCOL, greeting=1) + bytes(frame_bytes - HEADER.size))
         with Client(address, member="trainer 0", messages=ToController, protocol=PROTOCOL) as client:
             for _ in range(0, 255 << 20, frame_bytes):
                 for stranger in strangers:

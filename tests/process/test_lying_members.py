@@ -22,13 +22,13 @@ from weft.runtime.control.messages import (
     Leave,
     Loss,
     Offered,
-    Part,
     Paused,
     Ready,
     Refused,
     Stopped,
     Want,
     Welcome,
+    WriteReport,
     Written,
 )
 from weft.runtime.controller.controller import Controller
@@ -126,9 +126,9 @@ def test_a_trainer_cannot_say_that_an_engine_holds_a_version(controller, honest)
 @pytest.mark.parametrize(
     "written",
     [
-        Written(version=1, parts=[Part(trainer=0, engine=0, num_bytes=2000, digest=0)], losses=[]),
-        Written(version=1, parts=[Part(trainer=1, engine=3, num_bytes=2000, digest=0)], losses=[]),
-        Written(version=1, parts=[Part(trainer=1, engine=0, num_bytes=1, digest=0)], losses=[]),
+        Written(version=1, parts=[WriteReport(trainer=0, engine=0, num_bytes=2000, digest=0)], losses=[]),
+        Written(version=1, parts=[WriteReport(trainer=1, engine=3, num_bytes=2000, digest=0)], losses=[]),
+        Written(version=1, parts=[WriteReport(trainer=1, engine=0, num_bytes=1, digest=0)], losses=[]),
         Written(version=1, parts=[], losses=[Loss(engine=7, reason="")]),
     ],
 )

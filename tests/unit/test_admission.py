@@ -11,7 +11,7 @@ import pytest
 
 from weft.core.version import MAX_STEP
 from weft.errors import LayoutError, ProtocolError, WeftError
-from weft.runtime.compile.parts import Opening
+from weft.runtime.compile.member_plans import Opening
 from weft.runtime.control.held import HeldShard, HeldTable
 from weft.runtime.control.messages import (
     Beat,
@@ -22,10 +22,10 @@ from weft.runtime.control.messages import (
     Offer,
     Offered,
     Opened,
-    Part,
     Paused,
     Ready,
     Want,
+    WriteReport,
     Written,
 )
 from weft.runtime.controller.admission import (
@@ -210,8 +210,8 @@ def test_trainers_listen_where_others_can_connect(has_keys, good, bad):
         check_magnitudes(3, server(bad), is_asked=True, has_keys=has_keys)
 
 
-def part(**changes: Any) -> Part:
-    return Part(**({"trainer": 0, "engine": 1, "num_bytes": 64, "digest": 5} | changes))
+def part(**changes: Any) -> WriteReport:
+    return WriteReport(**({"trainer": 0, "engine": 1, "num_bytes": 64, "digest": 5} | changes))
 
 
 @pytest.mark.parametrize(

@@ -23,20 +23,20 @@ from weft.runtime.compile.holding import LayoutRows
 from weft.runtime.compile.link_boxes import LinkBoxes, PlanBoxes
 from weft.runtime.compile.links import NUM_SLOTS, SMALLEST_SLOT, member_links
 from weft.runtime.compile.matching import plan_members
-from weft.runtime.compile.parts import Parts
+from weft.runtime.compile.member_plans import MemberPlans
 from weft.runtime.control.columns import expand, squeeze
 from weft.runtime.control.held import HeldShard, HeldTable
 from weft.runtime.weights import Part, Weights
 
 
-def large_parts(settings: TransferSettings, transport: str) -> tuple[Plan, Parts]:
+def large_parts(settings: TransferSettings, transport: str) -> tuple[Plan, MemberPlans]:
     """Two trainers cut along rows, two engine ranks along columns: 8 MiB to each."""
     joins = [
         {rank: join_message(side, rank, held=held_by(rank, dim)) for rank in range(2)}
         for dim, side in enumerate(("trainer", "engine"))
     ]
     plan = plan_members(*joins, cluster=load_topology("h100-ib400"), ranks_per_engine=1)
-    return plan, Parts(plan, "digest", tuple(joins), dict.fromkeys(np.ndindex(2, 2), transport), settings)
+    return plan, MemberPlans(plan, "digest", tuple(joins), dict.fromkeys(np.ndindex(2, 2), transport), settings)
 
 
 def held_by(rank: int, dim: int) -> list[HeldShard]:

@@ -12,8 +12,8 @@ from weft.runtime.control.fragments import (
     Assembly,
     FragmentError,
     Frame,
+    FrameKind,
     GapError,
-    Kind,
     cut,
     parse,
 )
@@ -78,7 +78,7 @@ def test_a_missing_fragment_is_noticed(missing):
 def test_contradictions_are_refused(frames, match):
     assembly = Assembly(max_bytes=1024)
     with pytest.raises(FragmentError, match=match):
-        take_all(assembly, [Frame(Kind.DATA, 5, 9, number, left, payload) for number, left, payload in frames])
+        take_all(assembly, [Frame(FrameKind.DATA, 5, 9, number, left, payload) for number, left, payload in frames])
 
 
 def test_numbers_wrap():
@@ -92,7 +92,7 @@ def test_numbers_wrap():
 def test_junk_is_not_a_frame():
     rng = random.Random(0)
     good = cut(b"hello", protocol=5, greeting=9, first=0)[0]
-    assert parse(good) == Frame(Kind.DATA, 5, 9, 0, 0, b"hello")
+    assert parse(good) == Frame(FrameKind.DATA, 5, 9, 0, 0, b"hello")
     for size in range(HEADER.size):
         assert parse(good[:size]) is None
     assert parse(good + bytes(FRAGMENT_BYTES)) is None

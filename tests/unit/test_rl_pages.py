@@ -11,7 +11,7 @@ from rich.console import Console
 
 from weft.cli.network_env import network_variables
 from weft.errors import ConfigError
-from weft.rl.run.record import Commit, Iteration, Record, Version
+from weft.rl.run.record import Commit, Iteration, Record, VersionRecord
 from weft.rl.settings import LoopSettings
 from weft.rl.view.charts import Bar, Curve, line_chart, timeline
 from weft.rl.view.live import curve, live_view, view
@@ -37,7 +37,7 @@ def record(num_iterations: int = 40) -> Record:
         )
     for n in range(num_iterations + 1):
         made.versions.append(
-            Version(
+            VersionRecord(
                 number=n,
                 published_s=2.0 * n,
                 released_s=2.0 * n + 0.004,

@@ -75,7 +75,7 @@ def _measure_digest(bench: Bench, new: torch.Tensor) -> None:
     bench.measure("digest", size, lambda: work.digest(*columns), lambda: work.digest(*begin) == wanted, touched=1.0)
 
 
-class _Patches:
+class _ImagePatches:
     """Patches between two images of elements of one size."""
 
     def __init__(self, work: GpuWork, old: torch.Tensor, new: torch.Tensor, width: int) -> None:
@@ -117,7 +117,7 @@ class _Patches:
 
 def _measure_patches(bench: Bench, old: torch.Tensor, new: torch.Tensor, density: float) -> None:
     size = 2 * old.numel()
-    patches = _Patches(GpuWork(old.device.index or 0), old, new, 2)
+    patches = _ImagePatches(GpuWork(old.device.index or 0), old, new, 2)
     patches.encode()
     name, exact = f"BF16, {density:.2%} changed", patches.is_exact
     bench.measure(
@@ -155,7 +155,7 @@ def _measure_path(bench: Bench, density: float) -> None:
     before, now = (_Fp8(weights, into, shapes, 0) for weights, into in ((old, base), (new, image)))
     before.quantize()
     work = GpuWork(0)
-    patches = _Patches(work, base, image, 1)
+    patches = _ImagePatches(work, base, image, 1)
 
     def path() -> None:
         with work.queue():

@@ -104,7 +104,7 @@ def _median(work: Callable[[], object], repeat: int) -> float:
 def _measure(name: str, repeat: int, copy_s: float) -> LinkCost:
     if not is_installed(name):
         raise TransportUnavailable(f"{name} is not installed")
-    with _Target(name) as target:
+    with _WrittenProcess(name) as target:
         source = np.ones(NUM_BYTES, dtype=np.uint8)
         transport = _open(name, "trainer 0")
         try:
@@ -154,7 +154,7 @@ class _Writes:
         return self._batches[key]
 
 
-class _Target:
+class _WrittenProcess:
     """A process that is written to."""
 
     def __init__(self, name: str) -> None:
@@ -172,7 +172,7 @@ class _Target:
             raise TransportUnavailable(answer)
         self.endpoint, self.descriptor = answer
 
-    def __enter__(self) -> _Target:
+    def __enter__(self) -> _WrittenProcess:
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -60,7 +60,7 @@ def measure(model: str, *, repeat: int, chunk_mib: int, staging_mib: int, say: S
     say("starting a trainer and an FP8 engine")
     with start_fleet(num_trainers=1, num_engine_ranks=1, num_parts=1, model=model, precision="fp8") as fleet:
         fleet.call("trainer", "fill_normal")
-        run = _Run(fleet, say, repeat)
+        run = _FleetRun(fleet, say, repeat)
         for what, options in (
             ("FP8", {"mode": ReceiverMode.SHADOW}),
             ("patches of FP8", {"mode": ReceiverMode.PATCH, "delta": DeltaPolicy.ON, "anchor_every": 10_000}),
@@ -75,7 +75,7 @@ def measure(model: str, *, repeat: int, chunk_mib: int, staging_mib: int, say: S
 
 
 @dataclass(slots=True)
-class _Run:
+class _FleetRun:
     """A fleet and the version it has come to."""
 
     fleet: Fleet

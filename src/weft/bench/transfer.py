@@ -30,7 +30,7 @@ WARM_UP = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Case:
+class TransferCase:
     """Who transfers to whom."""
 
     name: str
@@ -41,7 +41,7 @@ class Case:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
+class TransferRow:
     """One method in one case."""
 
     case: str
@@ -79,7 +79,7 @@ class Report:
     """The plain copy of the first case."""
     control_ms: float
     """A version of a few bytes, 2 trainers and 2 engines: what a version costs beyond its bytes."""
-    rows: tuple[Row, ...]
+    rows: tuple[TransferRow, ...]
 
     def to_json(self) -> dict[str, Any]:
         """As one object."""
@@ -87,7 +87,7 @@ class Report:
 
 
 @dataclass(frozen=True, slots=True)
-class _Method:
+class _Variant:
     """One way weft can be set."""
 
     transport: str
@@ -103,10 +103,10 @@ class _Method:
 
 
 @dataclass(slots=True)
-class _Run:
+class _CaseRun:
     """One case under way."""
 
-    case: Case
+    case: TransferCase
     model: Model
     repeat: int
     say: Say
@@ -117,19 +117,19 @@ class _Run:
     small_steps: int = 0
     copies: list[float] = field(default_factory=list)
     rates: Rates = field(default_factory=Rates)
-    rows: list[Row] = field(default_factory=list)
+    rows: list[TransferRow] = field(default_factory=list)
 
 
-def cases(names: tuple[str, ...], *, num_trainers: int, num_engine_ranks: int) -> list[Case]:
+def cases(names: tuple[str, ...], *, num_trainers: int, num_engine_ranks: int) -> list[TransferCase]:
     """The cases by name."""
     known = {
-        "tp": Case(
+        "tp": TransferCase(
             name=f"FSDP{num_trainers} → TP{num_engine_ranks}",
             num_trainers=num_trainers,
             num_engine_ranks=num_engine_ranks,
             num_parts=num_engine_ranks,
         ),
-        "replicas": Case(
+        "replicas": TransferCase(
             name=f"FSDP{num_trainers} → {num_engine_ranks} replicas",
             num_trainers=num_trainers,
             num_engine_ranks=num_engine_ranks,
@@ -144,7 +144,7 @@ def cases(names: tuple[str, ...], *, num_trainers: int, num_engine_ranks: int) -
 
 def measure(
     model_name: str,
-    wanted: list[Case],
+    wanted: list[TransferCase],
     *,
     repeat: int,
     baseline: bool,
@@ -153,7 +153,7 @@ def measure(
 ) -> Report:
     """Run every method in every case."""
     model = payload.load_payload(model_name)
-    rows: list[Row] = []
+    rows: list[TransferRow] = []
     limits = []
     for case in wanted:
         say(f"{case.name}: starting {case.num_trainers} trainers and {case.num_engine_ranks} engine ranks")
@@ -164,7 +164,7 @@ def measure(
             model=model_name,
         ) as fleet:
             total = payload.total_bytes(model, num_engine_ranks=case.num_engine_ranks, num_parts=case.num_parts)
-            run = _Run(case, model, repeat, say, fleet, total, modes)
+            run = _CaseRun(case, model, repeat, say, fleet, total, modes)
             _run_case(run, baseline=baseline)
             rows += _finished(run)
             limits.append(rows[-len(run.rows)].gb_per_s)
@@ -177,7 +177,7 @@ def measure(
     )
 
 
-def _run_case(run: _Run, *, baseline: bool) -> None:
+def _run_case(run: _CaseRun, *, baseline: bool) -> None:
     run.say(f"{run.case.name}: the plain copy")
     _copy_limit(run)
     _check_limit(run)
@@ -192,18 +192,18 @@ def _run_case(run: _Run, *, baseline: bool) -> None:
         _baselines(run)
 
 
-def _methods() -> Iterator[_Method]:
+def _methods() -> Iterator[_Variant]:
     on, off = DigestPolicy.ON, DigestPolicy.OFF
     for mode, digest in ((ReceiverMode.IN_PLACE, off), (ReceiverMode.IN_PLACE, on), (ReceiverMode.SHADOW, on)):
-        yield _Method("shm", mode, digest)
+        yield _Variant("shm", mode, digest)
     for mode in (ReceiverMode.IN_PLACE, ReceiverMode.SHADOW, ReceiverMode.PATCH):
-        yield _Method("shm", mode, on, delta=DeltaPolicy.ON)
-    yield _Method("cma", ReceiverMode.IN_PLACE, off)
-    yield _Method("cma", ReceiverMode.IN_PLACE, on)
+        yield _Variant("shm", mode, on, delta=DeltaPolicy.ON)
+    yield _Variant("cma", ReceiverMode.IN_PLACE, off)
+    yield _Variant("cma", ReceiverMode.IN_PLACE, on)
     if is_installed("nixl"):
-        yield _Method("nixl", ReceiverMode.IN_PLACE, off)
-        yield _Method("nixl", ReceiverMode.IN_PLACE, on)
-        yield _Method("nixl", ReceiverMode.PATCH, on, delta=DeltaPolicy.ON)
+        yield _Variant("nixl", ReceiverMode.IN_PLACE, off)
+        yield _Variant("nixl", ReceiverMode.IN_PLACE, on)
+        yield _Variant("nixl", ReceiverMode.PATCH, on, delta=DeltaPolicy.ON)
 
 
 def _elapsed(spans: list[Any]) -> float:
@@ -211,7 +211,7 @@ def _elapsed(spans: list[Any]) -> float:
     return max(span[1] for span in spans) - min(span[0] for span in spans)
 
 
-def _copy_limit(run: _Run) -> None:
+def _copy_limit(run: _CaseRun) -> None:
     """The same number of bytes, copied by the same number of processes at once."""
     each = run.total // run.case.num_trainers
     for _ in range(WARM_UP + 2):
@@ -220,7 +220,7 @@ def _copy_limit(run: _Run) -> None:
     del run.copies[-3]  # the warm-up
 
 
-def _check_limit(run: _Run) -> None:
+def _check_limit(run: _CaseRun) -> None:
     """The same copy with one digest of the result: what a verified version costs at least."""
     each = run.total // run.case.num_trainers
     spans = [
@@ -230,10 +230,10 @@ def _check_limit(run: _Run) -> None:
     seconds = statistics.median(_elapsed(span) for span in spans[WARM_UP:])
     run.rates = replace(run.rates, checked=run.total / seconds)
     limit = "limit: copy, then one digest"
-    run.rows.append(Row(case=run.case.name, method=limit, transport="memory", bytes=run.total, seconds=seconds))
+    run.rows.append(TransferRow(case=run.case.name, method=limit, transport="memory", bytes=run.total, seconds=seconds))
 
 
-def _kernel_limit(run: _Run) -> float:
+def _kernel_limit(run: _CaseRun) -> float:
     """Bytes per second of process_vm_writev, every trainer into another engine rank."""
     each = run.total // run.case.num_trainers
     where = run.fleet.call("engine", "buffer", num_bytes=each)
@@ -248,7 +248,7 @@ def _kernel_limit(run: _Run) -> float:
     return run.total / statistics.median(times[WARM_UP:])
 
 
-def _weft(run: _Run, method: _Method) -> None:
+def _weft(run: _CaseRun, method: _Variant) -> None:
     """Publish a few versions, and verify the last one."""
     settings = TransferSettings(
         mode=method.mode,
@@ -285,7 +285,7 @@ def _weft(run: _Run, method: _Method) -> None:
     engine_limit = {"shm": checked, "cma": run.rates.kernel, "nixl": run.rates.nixl}.get(method.transport)
     engine_limit = None if is_delta else engine_limit
     run.rows.append(
-        Row(
+        TransferRow(
             case=run.case.name,
             method=method.name,
             transport=method.transport,
@@ -304,13 +304,13 @@ def _weft(run: _Run, method: _Method) -> None:
     )
 
 
-def _stages_ms(run: _Run) -> dict[str, float]:
+def _stages_ms(run: _CaseRun) -> dict[str, float]:
     """Busy milliseconds of each stage, of the trainer where it is longest."""
     found = [sending["stages"] for sending in run.fleet.call("trainer", "last_sending")]
     return {name: 1e3 * max(stages[name] for stages in found) for name in found[0]}
 
 
-def _one_version(run: _Run, *, small: bool = False) -> tuple[float, float, float]:
+def _one_version(run: _CaseRun, *, small: bool = False) -> tuple[float, float, float]:
     """Seconds from publish to committed, the longest pause of an engine rank, the longest write of a trainer."""
     if small:
         run.small_steps += 1
@@ -326,7 +326,7 @@ def _one_version(run: _Run, *, small: bool = False) -> tuple[float, float, float
     return _elapsed(spans), max(pauses), max(write_s for _, _, write_s in spans)
 
 
-def _baselines(run: _Run) -> None:
+def _baselines(run: _CaseRun) -> None:
     for name, gather in (("broadcast from rank 0", False), ("gather to rank 0, broadcast", True)):
         run.say(f"{run.case.name}: {name} (Gloo)")
 
@@ -350,7 +350,7 @@ def _baselines(run: _Run) -> None:
         Path(path).touch()  # the context removes it
 
 
-def _baseline(run: _Run, name: str, transport: str, once: Callable[[], float]) -> None:
+def _baseline(run: _CaseRun, name: str, transport: str, once: Callable[[], float]) -> None:
     times = []
     for _ in range(WARM_UP + max(run.repeat // 2, 1)):
         run.version += 1
@@ -360,7 +360,7 @@ def _baseline(run: _Run, name: str, transport: str, once: Callable[[], float]) -
     verified = all(run.fleet.call("engine", "verify", version=run.version, steps=run.small_steps))
     seconds = statistics.median(times[WARM_UP:])
     run.rows.append(
-        Row(
+        TransferRow(
             case=run.case.name,
             method=name,
             transport=transport,
@@ -372,12 +372,14 @@ def _baseline(run: _Run, name: str, transport: str, once: Callable[[], float]) -
     )
 
 
-def _finished(run: _Run) -> list[Row]:
+def _finished(run: _CaseRun) -> list[TransferRow]:
     """All rows of a case with what depends on its limit, the limit first."""
     copy_s = statistics.median(run.copies)
     limit = run.total / copy_s
     rates = replace(run.rates, copy=limit)
-    first = Row(case=run.case.name, method="limit: plain copy", transport="memory", bytes=run.total, seconds=copy_s)
+    first = TransferRow(
+        case=run.case.name, method="limit: plain copy", transport="memory", bytes=run.total, seconds=copy_s
+    )
     run.rows.insert(0, first)
     return [
         replace(

@@ -46,7 +46,7 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
     """Of engines: `bf16` or `fp8`, where matrices come with the scales of their blocks."""
 
 
-class Member:
+class BenchMember:
     """What trainers and engine ranks share."""
 
     def __init__(self, setup: Setup) -> None:
@@ -65,7 +65,7 @@ class Member:
         dist.destroy_process_group()
 
 
-class Trainer(Member):
+class BenchTrainer(BenchMember):
     """A trainer rank: FSDP2 shards of the model."""
 
     def __init__(self, setup: Setup) -> None:
@@ -188,7 +188,7 @@ class Trainer(Member):
         return began, time.monotonic()
 
 
-class Engine(Member):
+class BenchEngine(BenchMember):
     """An engine rank: its tensor-parallel part of the model."""
 
     def __init__(self, setup: Setup) -> None:
@@ -268,7 +268,7 @@ def sleep_until(moment: float) -> None:
 def serve(pipe: Connection, setup: Setup) -> None:
     """The process."""
     try:
-        member = Trainer(setup) if setup.side == "trainer" else Engine(setup)
+        member = BenchTrainer(setup) if setup.side == "trainer" else BenchEngine(setup)
         answer_requests(pipe, member)
         member.shut()
         member.close()

@@ -23,7 +23,7 @@ from weft.runtime.controller.planning import DEFAULT_TOPOLOGY
 if TYPE_CHECKING:
     from weft.bench.codec import CodecReport
     from weft.bench.on_gpu.measure import GpuReport
-    from weft.bench.transfer import Report, Row
+    from weft.bench.transfer import Report, TransferRow
 
 bench_app = typer.Typer(no_args_is_help=True, help="Measure this machine.")
 
@@ -306,7 +306,7 @@ def _show(report: Report) -> None:
     out.print(f"control overhead: {report.control_ms:.2f} ms per version (2 trainers, 2 engines, a few bytes)")
 
 
-def _cells(row: Row) -> list[str]:
+def _cells(row: TransferRow) -> list[str]:
     def shown(value: float | None, digits: int, scale: float = 1.0) -> str:
         return "" if value is None else f"{value * scale:.{digits}f}"
 

@@ -49,7 +49,7 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instea
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class CaseOptions:
     """The case as typed; empty means: as the preset says, or the default."""
 
     name: str
@@ -99,7 +99,7 @@ def one_name(name: str, model: str) -> str:
     return name or model
 
 
-def make_or_load(asked: Asked, load: Path | None, config: Path | None) -> tuple[Plan, float]:
+def make_or_load(asked: CaseOptions, load: Path | None, config: Path | None) -> tuple[Plan, float]:
     """The plan that was asked for, and the seconds it took."""
     started = time.perf_counter()
     with progress() as on_progress:

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from weft.cli.case_options import (
-    Asked,
+    CaseOptions,
     ConfigFile,
     Dtype,
     Engine,
@@ -61,7 +61,7 @@ def plan_command(
     as_json: Json = False,
 ) -> None:
     """Make a routing plan that provably writes every destination byte exactly once."""
-    asked = Asked(
+    asked = CaseOptions(
         one_name(name, model),
         trainer,
         engine,

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from weft.cli.case_options import (
-    Asked,
+    CaseOptions,
     Dtype,
     Engine,
     Ignore,
@@ -42,7 +42,7 @@ def rehearse_command(
     as_json: Json = False,
 ) -> None:
     """Run the real controller with all members of a case on this machine; weights are reserved, never touched."""
-    asked = Asked(
+    asked = CaseOptions(
         name, trainer, engine, replicas, dtype, trainer_dtype, topology, placement, policy, "", tuple(ignore or ())
     )
     with progress() as on_progress:

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from weft.cli.case_options import (
-    Asked,
+    CaseOptions,
     ConfigFile,
     Dtype,
     Engine,
@@ -70,7 +70,7 @@ def simulate_command(
 ) -> None:
     """Predict how long one update takes, and how long the engines pause."""
     _check_options(mode, delta_density, skew_ms)
-    asked = Asked(
+    asked = CaseOptions(
         one_name(name, model),
         trainer,
         engine,

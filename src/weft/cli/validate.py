@@ -11,7 +11,7 @@ from rich.table import Table
 from weft.cli.case_options import Json
 from weft.cli.output import number, out, print_json, progress
 from weft.errors import ConfigError
-from weft.sim.validation import Row, passed_ids, test_ids, validate
+from weft.sim.validation import ValidationRow, passed_ids, test_ids, validate
 
 
 def validate_command(
@@ -36,7 +36,7 @@ def validate_command(
         raise typer.Exit(1)
 
 
-def _show_rows(rows: list[Row], passed: dict[str, bool]) -> None:
+def _show_rows(rows: list[ValidationRow], passed: dict[str, bool]) -> None:
     table = Table(title="published results, predicted", title_justify="left")
     for column in ("test", "quantity", "published", "predicted", "error", "rule", "split", "result"):
         table.add_column(

@@ -385,7 +385,7 @@ class RecipeBuilder:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Block:
+class _TensorPieces:
     """The piece columns of one engine tensor."""
 
     src: NDArray[np.int32]
@@ -399,11 +399,11 @@ class _Block:
 
 def _block(
     pieces: Sequence[Piece], stack: Sequence[tuple[str, ...]] | None, num_dims: int, numbers: dict[str, int]
-) -> _Block:
+) -> _TensorPieces:
     """Columns of one engine tensor's pieces; new source names are numbered as they appear."""
     names = [piece.source for piece in pieces] if stack is None else [name for row in stack for name in row]
     src = [numbers.setdefault(name, len(numbers)) if name else -1 for name in names]
-    plain = _Block(
+    plain = _TensorPieces(
         src=np.array(src, dtype=np.int32),
         op=np.array([piece.op for piece in pieces], dtype=np.int8),
         dst_lo=coordinate_column([piece.dst_lo for piece in pieces], num_dims, fill=0),
@@ -417,7 +417,7 @@ def _block(
     count = len(stack)
     dst_lo = np.tile(np.roll(plain.dst_lo, 1, axis=1), (count, 1))
     dst_lo[:, 0] = np.repeat(np.arange(count), len(pieces))
-    return _Block(
+    return _TensorPieces(
         src=plain.src,
         op=np.tile(plain.op, count),
         dst_lo=dst_lo,

@@ -51,7 +51,7 @@ class Decision:
 
 
 @dataclass(slots=True)
-class _Open:
+class _OpenVersion:
     """The version that is being transferred."""
 
     version: int
@@ -80,7 +80,7 @@ class VersionLedger:
         self._engines = dict(engines)
         self._needed = len(engines) if policy is CommitPolicy.ALL else quorum
         self._policy = policy
-        self._open: _Open | None = None
+        self._open: _OpenVersion | None = None
         self._committed: int | None = None
         self._last_decided = -1
         self._last_refusal = (-1, "")
@@ -126,7 +126,7 @@ class VersionLedger:
                     "already",
                     hint="versions must grow",
                 )
-            self._open = _Open(version)
+            self._open = _OpenVersion(version)
         if version != self._open.version:
             raise VersionError(
                 f"trainer {trainer} published version {version} while version {self._open.version} is open",

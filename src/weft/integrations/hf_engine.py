@@ -32,7 +32,7 @@ CLOSE_S = 30.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Span:
+class VersionSpan:
     """Tokens that one version made: from `start` up to `end`, counted from the first new token."""
 
     version: int | None
@@ -46,7 +46,7 @@ class Answer:
     """New tokens, and the versions that made them."""
 
     tokens: list[int]
-    spans: list[Span]
+    spans: list[VersionSpan]
 
 
 class HfEngine:
@@ -112,14 +112,14 @@ class HfEngine:
         self.close()
 
 
-def _spans(versions: Sequence[int | None]) -> list[Span]:
+def _spans(versions: Sequence[int | None]) -> list[VersionSpan]:
     starts = [i for i in range(len(versions)) if i == 0 or versions[i] != versions[i - 1]]
     ends = [*starts[1:], len(versions)]
-    return [Span(version=versions[start], start=start, end=end) for start, end in zip(starts, ends, strict=True)]
+    return [VersionSpan(version=versions[start], start=start, end=end) for start, end in zip(starts, ends, strict=True)]
 
 
 @dataclass(frozen=True, slots=True)
-class _Job:
+class _Request:
     prompt: Sequence[int]
     options: dict[str, Any]
     answer: Future[Answer]
@@ -130,7 +130,7 @@ class EngineThread:
 
     def __init__(self, engine: HfEngine) -> None:
         self._engine = engine
-        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[_Request | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="weft-hf-engine", daemon=True)
         self._thread.start()
 
@@ -146,7 +146,7 @@ class EngineThread:
 
     def ask(self, prompt: Sequence[int], **options: Any) -> Future[Answer]:
         """An answer, later."""
-        job = _Job(prompt, options, Future())
+        job = _Request(prompt, options, Future())
         self._jobs.put(job)
         return job.answer
 

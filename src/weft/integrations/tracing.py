@@ -169,7 +169,7 @@ class _FromSource:
 
 
 @dataclass(frozen=True, slots=True)
-class _Made:
+class _MadeTensor:
     """A tensor made during loading, from checkpoint tensors, box by box."""
 
     shape: tuple[int, ...]
@@ -191,14 +191,14 @@ class _Lost:
 class _Memories:
     """What is known of each memory (storage) met while loading; keeps them alive so that none is met twice."""
 
-    known: dict[int, str | _Made | _Lost] = field(default_factory=dict)
+    known: dict[int, str | _MadeTensor | _Lost] = field(default_factory=dict)
     keep: list[torch.Tensor] = field(default_factory=list)
 
-    def note(self, tensor: torch.Tensor, what: str | _Made | _Lost) -> None:
+    def note(self, tensor: torch.Tensor, what: str | _MadeTensor | _Lost) -> None:
         self.known[_memory(tensor)] = what
         self.keep.append(tensor)
 
-    def of(self, tensor: torch.Tensor) -> str | _Made | _Lost | None:
+    def of(self, tensor: torch.Tensor) -> str | _MadeTensor | _Lost | None:
         return self.known.get(_memory(tensor))
 
 
@@ -299,7 +299,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         match self._memories.of(tensor):
             case str(name):
                 return (name,)
-            case _Made(parts=parts):
+            case _MadeTensor(parts=parts):
                 return tuple(dict.fromkeys(part.source for part in parts))
             case _Lost(sources=sources):
                 return sources
@@ -314,7 +314,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _lineage(
         self, func: Any, args: tuple[Any, ...], known: Sequence[torch.Tensor], made: torch.Tensor
-    ) -> _Made | _Lost:
+    ) -> _MadeTensor | _Lost:
         lost = _Lost(tuple(dict.fromkeys(name for tensor in known for name in self._names(tensor))), str(func))
         strides = made.stride()
         order = sorted(range(made.dim()), key=lambda dim: (-strides[dim], dim))
@@ -336,11 +336,11 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return lost
         dtypes = frozenset({made.dtype}).union(*(self._dtypes(tensor) for tensor in inputs))
         boxes = tuple(box.permuted(order) for part in parts for box in part or ())
-        return _Made(tuple(made.permute(order).shape), boxes, dtypes)
+        return _MadeTensor(tuple(made.permute(order).shape), boxes, dtypes)
 
     def _dtypes(self, tensor: torch.Tensor) -> frozenset[torch.dtype]:
         what = self._memories.of(tensor)
-        return what.dtypes if isinstance(what, _Made) else frozenset()
+        return what.dtypes if isinstance(what, _MadeTensor) else frozenset()
 
     def _parts(self, tensor: torch.Tensor, start: tuple[int, ...]) -> list[_FromSource] | None:
         """The boxes of checkpoint tensors that make up a view, moved to where it begins in a new tensor."""
@@ -355,7 +355,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         match self._memories.of(tensor):
             case str(name):
                 return [_FromSource((0,) * len(view.shape), name, view)]
-            case _Made() as made:
+            case _MadeTensor() as made:
                 return list(_through(made, view))
             case _:
                 return None
@@ -416,7 +416,7 @@ def _starts(shapes: Sequence[Sequence[int]], dim: int) -> Iterator[tuple[int, ..
         at += shape[along]
 
 
-def _through(made: _Made, view: _Strided) -> Iterator[_FromSource]:
+def _through(made: _MadeTensor, view: _Strided) -> Iterator[_FromSource]:
     """A view of a tensor that was made, as views of what it was made of."""
     inside = StridedPiece(
         dst="view",

@@ -98,7 +98,7 @@ def _from_text(text: bytes) -> list[Entry]:
     return [Entry(name, known[f"torch.{dtype}"], tuple(shape)) for name, dtype, shape in json.loads(text)]
 
 
-class _Split:
+class _RowSplit:
     """Who sends which rows: decided tensor by tensor, and the same on all ranks."""
 
     def __init__(self, num_senders: int) -> None:
@@ -126,7 +126,7 @@ class _Session:
 
 
 @dataclass(slots=True)
-class _Memory:
+class _KeptState:
     """What a process holds between updates."""
 
     entries: list[Entry] = field(default_factory=list)
@@ -168,7 +168,7 @@ class WeftCheckpointEngine(CheckpointEngine):
         self._epoch, self._version = "", 0
         self._sender: Sender | None = None
         self._receiver: Receiver | None = None
-        self._memory = _Memory()
+        self._memory = _KeptState()
 
     def prepare(self) -> dict[str, Any]:
         """Every process, before every update: who it is."""
@@ -233,7 +233,7 @@ class WeftCheckpointEngine(CheckpointEngine):
         for member in (sender, receiver):
             if member is not None:
                 member.close()
-        self._memory = _Memory()
+        self._memory = _KeptState()
 
     def _start_over(self, epoch: str) -> None:
         """After a failure: join as somebody else next time; unless verl has gone on without waiting for it."""
@@ -271,7 +271,7 @@ class WeftCheckpointEngine(CheckpointEngine):
             self._stage_again(weights)
 
     def _stage_first(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        split, memory = _Split(self._num_senders), self._memory
+        split, memory = _RowSplit(self._num_senders), self._memory
         for name, tensor in weights:
             entry = Entry.of(name, tensor)
             memory.entries.append(entry)

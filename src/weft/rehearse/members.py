@@ -21,7 +21,7 @@ from weft.core.topology import Topology
 from weft.devices import DeviceWork
 from weft.native import Column
 from weft.rehearse.transport import STANDS_FOR, CountingTransport
-from weft.runtime.control.messages import Join, ReceivePlan, SendPlan, Source
+from weft.runtime.control.messages import Join, ReceivePlan, SendPlan, TrainerSource
 from weft.runtime.receive.receiver import Receiver
 from weft.runtime.send.sender import Sender
 from weft.runtime.weights import Weights
@@ -87,8 +87,8 @@ class RehearsedSender(Sender):
         with self._turn:
             began = time.monotonic()
             super()._follow(plan)
-            assert self._sending is not None
-            _keep_still(self._sending.converter)
+            assert self._program is not None
+            _keep_still(self._program.converter)
             self.log.compiled(time.monotonic() - began)
 
 
@@ -109,7 +109,7 @@ class RehearsedReceiver(Receiver):
         join = super()._join_message()
         return None if join is None else msgspec.structs.replace(join, place=self._claimed)
 
-    def _follow_plan(self, sources: Sequence[Source]) -> None:
+    def _follow_plan(self, sources: Sequence[TrainerSource]) -> None:
         self.log.shipped_bytes = len(msgspec.msgpack.encode(ReceivePlan(plan_digest="", sources=list(sources))))
         with self._turn:
             began = time.monotonic()

@@ -16,7 +16,17 @@ import numpy as np
 
 from weft.errors import TransportError
 from weft.runtime.control.channel import parse_member
-from weft.transport.base import Batch, Capabilities, Descriptor, Endpoint, Memory, Ranges, Ticket, Transport, Written
+from weft.transport.base import (
+    Batch,
+    Capabilities,
+    Descriptor,
+    Endpoint,
+    Memory,
+    Ranges,
+    Ticket,
+    Transport,
+    WriteResult,
+)
 from weft.transport.pages import Reserved
 
 STANDS_FOR = "nixl"
@@ -96,17 +106,17 @@ class CountingTransport(Transport[_Peer]):
     def post(self, batch: Batch, tag: int) -> Ticket:
         """Count a batch, here and now."""
         self._check_tag(tag)
-        future: Future[Written] = Future()
+        future: Future[WriteResult] = Future()
         never = threading.Event()
         future.set_result(self._write(batch, tag, never))
         return Ticket(future, batch, tag, never)
 
-    def _write(self, batch: Batch, tag: int, cancelled: threading.Event) -> Written:
+    def _write(self, batch: Batch, tag: int, cancelled: threading.Event) -> WriteResult:
         del cancelled
         self._count(self._known(batch.peer), tag, batch.num_bytes)
         self.num_writes += batch.num_writes
         self.num_bytes += batch.num_bytes
-        return Written(num_bytes=batch.num_bytes, digest=0)
+        return WriteResult(num_bytes=batch.num_bytes, digest=0)
 
     def _count(self, peer: _Peer, tag: int, num_bytes: int) -> None:
         cell = self._cells[peer.row, self._writer_number]

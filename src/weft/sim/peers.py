@@ -88,7 +88,7 @@ def fit_call_s(preset: Preset, model: Model, costs: GatherCosts) -> float:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Gather:
+class _MeshGather:
     """One mesh group: every rank assembles `num_bytes` in `num_calls` collectives over its mesh."""
 
     num_calls: NDArray[np.float64]
@@ -97,7 +97,7 @@ class _Gather:
     """Rows are the meshes (ranks that gather together), inside one pipeline stage."""
 
 
-def _gathers(model: Model, mesh: Mesh) -> list[_Gather]:
+def _gathers(model: Model, mesh: Mesh) -> list[_MeshGather]:
     """Dense tensors one call each; the experts of a layer, stacked, one call per kind of weight."""
     _, shards, experts, parts = mesh.expert.shape
     dense_mesh = np.moveaxis(mesh.dense, 1, -1).reshape(-1, mesh.dense.shape[1])
@@ -115,12 +115,12 @@ def _gathers(model: Model, mesh: Mesh) -> list[_Gather]:
         stacked.add(key)
     repeat = mesh.stage_size
     return [
-        _Gather(num_calls=np.repeat(calls[k], repeat), num_bytes=np.repeat(size[k], repeat), mesh=ranks)
+        _MeshGather(num_calls=np.repeat(calls[k], repeat), num_bytes=np.repeat(size[k], repeat), mesh=ranks)
         for k, ranks in ((DENSE, dense_mesh), (EXPERTS, expert_mesh))
     ]
 
 
-def _byte_seconds(gather: _Gather, topology: Topology) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+def _byte_seconds(gather: _MeshGather, topology: Topology) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Seconds every rank's gather needs for its bytes, and how long its NIC is busy with them.
 
     Hosts of a mesh exchange what the others hold once, over the NICs of the mesh's ranks; inside a host it spreads
@@ -143,7 +143,7 @@ def _byte_seconds(gather: _Gather, topology: Topology) -> tuple[NDArray[np.float
     return np.maximum(nic_s, link_s), nic_s
 
 
-def _prepare(gather: _Gather, topology: Topology, call_s: float, *, offloaded: bool) -> Prepare:
+def _prepare(gather: _MeshGather, topology: Topology, call_s: float, *, offloaded: bool) -> Prepare:
     """A rank copies its own shard to the device, then takes part in every gather of its meshes."""
     gather_s, nic_s = _byte_seconds(gather, topology)
     own_bytes = gather.num_bytes / gather.mesh.shape[1]
@@ -210,7 +210,9 @@ def _stage_gather_s(model: Model, mesh: Mesh, topology: Topology) -> float:
     """All-gather of one stage's weights over its ranks."""
     ranks = np.arange(mesh.stage_size)[None, :]
     size = sum(t.num_elements * DTYPE_BYTES[t.dtype] for t in model.policy_tensors) / mesh.num_stages
-    everything = _Gather(num_calls=np.zeros(mesh.num_ranks), num_bytes=np.full(mesh.num_ranks, float(size)), mesh=ranks)
+    everything = _MeshGather(
+        num_calls=np.zeros(mesh.num_ranks), num_bytes=np.full(mesh.num_ranks, float(size)), mesh=ranks
+    )
     return float(_byte_seconds(everything, topology)[0].max())
 
 

@@ -107,11 +107,11 @@ def simulate(
         coarse = plan.total_bytes // MAX_CHUNKS
         sized = replace(sized, chunk_bytes=coarse, max_staging_bytes=max(sized.max_staging_bytes, 2 * coarse))
     schedule = make_schedule(replace(plan, settings=sized), phase_of_row=phase_of_row)
-    return _Run(plan, schedule, options, costs, prepare).prediction(Recorder() if record else None)
+    return _SimulatedUpdate(plan, schedule, options, costs, prepare).prediction(Recorder() if record else None)
 
 
 @dataclass(frozen=True, slots=True)
-class _Kind:
+class _StopKind:
     """One kind of stop: which of these resources each Chunk uses, and for how long (0: not at all)."""
 
     name: str
@@ -119,7 +119,7 @@ class _Kind:
     seconds: NDArray[np.floating[Any]]
 
 
-class _Run:
+class _SimulatedUpdate:
     """One simulated update: the journeys of its Chunks, and what came of them."""
 
     def __init__(
@@ -152,7 +152,7 @@ class _Run:
         h2d_s = read / (host.pinned_gb_per_s * 1e9) if self._options.offloaded else none
         return Prepare(h2d_s=h2d_s, gather_s=none, gather_nic_s=none)
 
-    def _stage_kinds(self) -> list[_Kind]:
+    def _stage_kinds(self) -> list[_StopKind]:
         """Stops on a Chunk's sender, before it is written."""
         schedule, costs, sender = self._schedule, self._costs, self._schedule.sender
         is_delta = self._options.delta_density is not None
@@ -160,11 +160,11 @@ class _Run:
         convert_s = packed * _source_ratio(self._plan) / (self._copy_rate * costs.convert_of_copy)
         delta_s = schedule.num_bytes * float(is_delta) / (self._copy_rate * costs.encode_of_copy)
         return [
-            _Kind("h2d", sender, self._spread([work.h2d_s for work in self._work])),
-            _Kind("gather", sender, self._spread([work.gather_s for work in self._work])),
-            _Kind("tx", self._tx_port, self._spread([work.gather_nic_s for work in self._work])),
-            _Kind("convert", sender, convert_s),
-            _Kind("delta", sender, delta_s),
+            _StopKind("h2d", sender, self._spread([work.h2d_s for work in self._work])),
+            _StopKind("gather", sender, self._spread([work.gather_s for work in self._work])),
+            _StopKind("tx", self._tx_port, self._spread([work.gather_nic_s for work in self._work])),
+            _StopKind("convert", sender, convert_s),
+            _StopKind("delta", sender, delta_s),
         ]
 
     @property
@@ -173,7 +173,7 @@ class _Run:
         topology = self._plan.topology
         return topology.port_of(topology.trainer_device)[self._schedule.sender]
 
-    def _network_kinds(self) -> list[_Kind]:
+    def _network_kinds(self) -> list[_StopKind]:
         """Stops of a Chunk on its way: links inside a domain, or ports and the limits of hosts."""
         topology, schedule = self._plan.topology, self._schedule
         sender, receiver = schedule.sender, schedule.receiver
@@ -188,13 +188,13 @@ class _Run:
         dst_port = topology.port_of(topology.engine_device)[receiver]
         link_s = (size - wired) / topology.link_bytes_per_s
         return [
-            _Kind("link out", topology.trainer_device[sender], link_s),
-            _Kind("link in", topology.engine_device[receiver], link_s),
-            _Kind("tx", self._tx_port, np.maximum(wired / self._tx_rate[sender], gaps_s)),
-            _Kind("uplink out", src_host, wired / topology.uplink_bytes_per_s),
-            _Kind("cross-rail", src_host, crossing / topology.cross_rail_bytes_per_s),
-            _Kind("uplink in", dst_host, wired / topology.uplink_bytes_per_s),
-            _Kind("rx", dst_port, wired / self._rx_rate[receiver]),
+            _StopKind("link out", topology.trainer_device[sender], link_s),
+            _StopKind("link in", topology.engine_device[receiver], link_s),
+            _StopKind("tx", self._tx_port, np.maximum(wired / self._tx_rate[sender], gaps_s)),
+            _StopKind("uplink out", src_host, wired / topology.uplink_bytes_per_s),
+            _StopKind("cross-rail", src_host, crossing / topology.cross_rail_bytes_per_s),
+            _StopKind("uplink in", dst_host, wired / topology.uplink_bytes_per_s),
+            _StopKind("rx", dst_port, wired / self._rx_rate[receiver]),
         ]
 
     def _spread(self, seconds: list[Floats]) -> Floats:

@@ -40,7 +40,7 @@ PERPLEXITY = "Perplexity, Qwen3-235B and Kimi-K2 posts; arXiv 2510.27656"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
+class ValidationRow:
     """One published quantity and what weft predicts for it."""
 
     id: str
@@ -74,10 +74,10 @@ class Row:
 
 def _within(
     row_id: str, source: str, quantity: str, published: float, predicted: float, tolerance: float, **more: Any
-) -> Row:
+) -> ValidationRow:
     """A row that passes when the relative error is small enough."""
     error = predicted / published - 1
-    return Row(
+    return ValidationRow(
         id=row_id,
         source=source,
         quantity=quantity,
@@ -90,10 +90,12 @@ def _within(
     )
 
 
-def validate(on_progress: Callable[[str], None] = lambda _: None, *, only: Collection[str] | None = None) -> list[Row]:
+def validate(
+    on_progress: Callable[[str], None] = lambda _: None, *, only: Collection[str] | None = None
+) -> list[ValidationRow]:
     """All rows in order, or those of some tests."""
     cases = _Cases()
-    rows: list[Row] = []
+    rows: list[ValidationRow] = []
     for test, (what, check) in _CHECKS.items():
         if only is None or test in only:
             on_progress(f"{test} {what}")
@@ -135,7 +137,7 @@ class _Cases:
         return fit_call_s(preset, self.model(preset.model), GatherCosts())
 
 
-def _t1_bytes(cases: _Cases) -> Iterator[Row]:
+def _t1_bytes(cases: _Cases) -> Iterator[ValidationRow]:
     received = float(cases.qwen_greedy.rx_bytes.max()) / 1e9
     yield _within("T1", PERPLEXITY, "GB received per rollout GPU, Qwen3-235B FP8", 37.688, received, 0.01 / 37.688)
     parts = byte_breakdown(cases.qwen_greedy)
@@ -148,7 +150,7 @@ def _t1_bytes(cases: _Cases) -> Iterator[Row]:
         "norms, BF16": 0.0016,
     }
     for name, expected in derived.items():
-        yield Row(
+        yield ValidationRow(
             id="T1",
             source="byte accounting of the same case",
             quantity=f"GB per rollout GPU: {name}",
@@ -182,12 +184,12 @@ def byte_breakdown(plan: Plan) -> dict[str, float]:
     return found
 
 
-def _t2_plan(cases: _Cases) -> Iterator[Row]:
+def _t2_plan(cases: _Cases) -> Iterator[ValidationRow]:
     greedy, best = cases.qwen_greedy.tx_bytes, cases.qwen_balanced.tx_bytes
     total = cases.qwen_greedy.total_bytes / 1e9
     yield _within("T2", PERPLEXITY, "GB sent in all", 1206.0, total, 0.1 / 1206.0)
     mean = float(greedy.mean()) / 1e9
-    yield Row(
+    yield ValidationRow(
         id="T2",
         source=PERPLEXITY,
         quantity="GB sent per trainer: mean inside the published range",
@@ -200,7 +202,7 @@ def _t2_plan(cases: _Cases) -> Iterator[Row]:
     for name, sent, most, published in (("greedy", greedy, 1.22, 1.218), ("balanced", best, 1.01, 1.005)):
         ratio = float(sent.max() / sent.mean())
         note = "" if name == "greedy" else "published: a largest-first re-run of the same case, not the authors' own"
-        yield Row(
+        yield ValidationRow(
             id="T2",
             source=PERPLEXITY,
             quantity=f"busiest sender over mean, {name}",
@@ -213,7 +215,7 @@ def _t2_plan(cases: _Cases) -> Iterator[Row]:
         )
 
 
-def _t3_micro(_: _Cases) -> Iterator[Row]:
+def _t3_micro(_: _Cases) -> Iterator[ValidationRow]:
     for nic in ("EFA", "CX7"):
         cost = fit_writes(nic)
         for kind, errors in (
@@ -221,7 +223,7 @@ def _t3_micro(_: _Cases) -> Iterator[Row]:
             ("paged writes", paged_errors(cost, nic)),
         ):
             worst = max(errors, key=abs)
-            yield Row(
+            yield ValidationRow(
                 id="T3",
                 source="fabric-lib micro-benchmarks, arXiv 2510.27656",
                 quantity=f"{nic} {kind}, Gb/s over sizes: largest error of 4",
@@ -234,7 +236,7 @@ def _t3_micro(_: _Cases) -> Iterator[Row]:
             )
 
 
-def _t4_wire(_: _Cases) -> Iterator[Row]:
+def _t4_wire(_: _Cases) -> Iterator[ValidationRow]:
     """One pair over a link of the measured rate; the rest of the path is the simulator's."""
     size = 16_133_000_000
     nic = Nic(gbps=400, devices=(0,), efficiency=36.5 / 50, latency_us=32.1, gap_us=0.482)
@@ -262,7 +264,7 @@ def _one_pair_plan(num_bytes: int, cluster: Cluster) -> Plan:
     return make_plan(trainer=trainer, recipe=recipe, topology=cluster.place(num_trainers=1, num_engines=1))
 
 
-def _t5_end_to_end(cases: _Cases) -> Iterator[Row]:
+def _t5_end_to_end(cases: _Cases) -> Iterator[ValidationRow]:
     preset = PRESETS["chen-qwen3-235b"]
     model = cases.model(preset.model)
     seconds = gather_and_write(preset, model, call_s=cases.call_s).predicted_s
@@ -277,7 +279,7 @@ def _t5_end_to_end(cases: _Cases) -> Iterator[Row]:
     )
 
 
-def _t6_stages(cases: _Cases) -> Iterator[Row]:
+def _t6_stages(cases: _Cases) -> Iterator[ValidationRow]:
     costs = GatherCosts()
     model = cases.model("kimi-k2")
     assumed = gather_and_write(PRESETS["chen-kimi-k2"], model, call_s=cases.call_s)
@@ -324,7 +326,7 @@ def _t6_stages(cases: _Cases) -> Iterator[Row]:
     )
 
 
-def _t7_miles_vectors(_: _Cases) -> Iterator[Row]:
+def _t7_miles_vectors(_: _Cases) -> Iterator[ValidationRow]:
     vectors = {
         (4, 2, 3): {0: [(0, 0)], 1: [(0, 1), (1, 1)], 2: [(0, 2), (1, 2)], 3: [(1, 0)]},
         (8, 2, 16): {source: [(e, source + k) for e in (0, 1) for k in (0, 8)] for source in range(8)},
@@ -332,7 +334,7 @@ def _t7_miles_vectors(_: _Cases) -> Iterator[Row]:
     for (sources, engines, ranks), expected in vectors.items():
         found = {s: sorted(given) for s, given in round_robin_sources(sources, engines, ranks).items()}
         same = found == {s: sorted(given) for s, given in expected.items()}
-        yield Row(
+        yield ValidationRow(
             id="T7",
             source="miles, p2p_transfer_utils",
             quantity=f"assignment of {sources} sources to {engines} engines × {ranks}",
@@ -350,14 +352,14 @@ def _t7_miles_vectors(_: _Cases) -> Iterator[Row]:
         yield _sessions_row(name, groups, sessions)
 
 
-def _sessions_row(name: str, groups: int, sessions: int) -> Row:
+def _sessions_row(name: str, groups: int, sessions: int) -> ValidationRow:
     preset = PRESETS[name]
     served = round_robin_sources(
         parse_trainer(preset.trainer).stage_size, preset.num_replicas, parse_engine(preset.engine).num_ranks
     )
     most = max(len(given) for given in served.values())
     distinct = max(len({rank for _, rank in given}) for given in served.values())
-    return Row(
+    return ValidationRow(
         id="T7",
         source="miles, p2p_transfer_utils",
         quantity=f"sessions per source and engine-rank groups, {preset.model}",
@@ -383,7 +385,7 @@ _MILES_MS = {
 """Published by LMSYS: NCCL and P2P milliseconds."""
 
 
-def _t8_crossover(cases: _Cases) -> Iterator[Row]:
+def _t8_crossover(cases: _Cases) -> Iterator[ValidationRow]:
     for name, (nccl_ms, p2p_ms) in _MILES_MS.items():
         preset = PRESETS[name]
         model = cases.model(preset.model)
@@ -392,7 +394,7 @@ def _t8_crossover(cases: _Cases) -> Iterator[Row]:
         published = nccl_ms / p2p_ms
         same_sign = (predicted > 1) == (published > 1)
         off = max(predicted / published, published / predicted)
-        yield Row(
+        yield ValidationRow(
             id="T8",
             source="LMSYS / miles P2P post, nine models",
             quantity=f"NCCL over P2P time, {preset.model}",
@@ -407,7 +409,7 @@ def _t8_crossover(cases: _Cases) -> Iterator[Row]:
         )
 
 
-def _t9_pipeline(cases: _Cases) -> Iterator[Row]:
+def _t9_pipeline(cases: _Cases) -> Iterator[ValidationRow]:
     preset = PRESETS["rdt-kimi-k2"]
     plan = plan_case(preset.case(), model=cases.model(preset.model))
     source = "vLLM sharded_rdt, Kimi-K2 (the authors' limits)"
@@ -417,7 +419,7 @@ def _t9_pipeline(cases: _Cases) -> Iterator[Row]:
     yield _within("T9", source, "penalty of serial stages", 4.0, serial / parallel, 0.01)
 
 
-def _t10_bulk(cases: _Cases) -> Iterator[Row]:
+def _t10_bulk(cases: _Cases) -> Iterator[ValidationRow]:
     source = "NeMo-RL nccl_reshard, bulk share of bytes"
     for name, published in (("qwen3-4b", 66.9), ("qwen3-30b-a3b", 95.0), ("deepseek-v3", 97.6)):
         share = ffn_share(cases.model(name))
@@ -448,8 +450,10 @@ def ffn_share(model: Model) -> float:
     return 100 * (ffn - shared) / model.num_params
 
 
-def _points(row_id: str, source: str, quantity: str, published: float, predicted: float, note: str = "") -> Row:
-    return Row(
+def _points(
+    row_id: str, source: str, quantity: str, published: float, predicted: float, note: str = ""
+) -> ValidationRow:
+    return ValidationRow(
         id=row_id,
         source=source,
         quantity=quantity,
@@ -462,7 +466,7 @@ def _points(row_id: str, source: str, quantity: str, published: float, predicted
     )
 
 
-def _t11_phases(_: _Cases) -> Iterator[Row]:
+def _t11_phases(_: _Cases) -> Iterator[ValidationRow]:
     source = "prime-rl NIXL, GLM-5.2, 64 → 32 H200"
     size = 82.501e9
     wire = size / (fit_writes("CX7").gb_per_s * 1e9)
@@ -490,7 +494,7 @@ def _t11_phases(_: _Cases) -> Iterator[Row]:
     )
 
 
-def _t12_delta(_: _Cases) -> Iterator[Row]:
+def _t12_delta(_: _Cases) -> Iterator[ValidationRow]:
     verl = "verl delta_sharded, Qwen2.5-72B"
     params = load_model("qwen2.5-72b").num_params
     for density, published in ((0.021, 8.6), (0.026, 10.9)):
@@ -528,7 +532,7 @@ def _t12_delta(_: _Cases) -> Iterator[Row]:
         )
 
 
-_CHECKS: dict[str, tuple[str, Callable[[_Cases], Iterator[Row]]]] = {
+_CHECKS: dict[str, tuple[str, Callable[[_Cases], Iterator[ValidationRow]]]] = {
     "T1": ("bytes", _t1_bytes),
     "T2": ("balance", _t2_plan),
     "T3": ("micro-benchmarks", _t3_micro),
@@ -544,7 +548,7 @@ _CHECKS: dict[str, tuple[str, Callable[[_Cases], Iterator[Row]]]] = {
 }
 
 
-def passed_ids(rows: list[Row]) -> dict[str, bool]:
+def passed_ids(rows: list[ValidationRow]) -> dict[str, bool]:
     """Whether all rows of each test pass."""
     ids = dict.fromkeys(row.id for row in rows)
     return {row_id: all(row.passed for row in rows if row.id == row_id) for row_id in ids}

@@ -131,7 +131,7 @@ class Batch:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Written:
+class WriteResult:
     """What a batch came to."""
 
     num_bytes: int
@@ -154,7 +154,7 @@ class Posted(Protocol):
 class Ticket:
     """An outstanding write."""
 
-    def __init__(self, future: Future[Written], batch: Posted, tag: int, cancelled: threading.Event) -> None:
+    def __init__(self, future: Future[WriteResult], batch: Posted, tag: int, cancelled: threading.Event) -> None:
         self._future, self._batch, self._tag, self._cancelled = future, batch, tag, cancelled
 
     def cancel(self) -> None:
@@ -166,7 +166,7 @@ class Ticket:
         """Whether it has ended, well or not; `wait` tells which."""
         return self._future.done()
 
-    def wait(self, timeout_s: float = 60.0) -> Written:
+    def wait(self, timeout_s: float = 60.0) -> WriteResult:
         """What was written. Raises what went wrong, or TransferTimeout."""
         try:
             return self._future.result(timeout=timeout_s)
@@ -405,7 +405,7 @@ class Transport(abc.ABC, Generic[AnyPeer]):
         return [self.post(batch, tag) for batch in batches]
 
     @abc.abstractmethod
-    def _write(self, batch: Batch, tag: int, cancelled: threading.Event) -> Written:
+    def _write(self, batch: Batch, tag: int, cancelled: threading.Event) -> WriteResult:
         """Write now; runs on the writer thread."""
 
     @abc.abstractmethod

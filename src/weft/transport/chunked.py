@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from weft import native
 from weft.core.geometry.planes import Planes
 from weft.errors import TransportError
-from weft.transport.base import Batch, Peer, Transport, Written, split_batch
+from weft.transport.base import Batch, Peer, Transport, WriteResult, split_batch
 
 CHUNK_BYTES = 16 << 20
 AnyPeer = TypeVar("AnyPeer", bound=Peer)
@@ -50,7 +50,7 @@ class ChunkedTransport(Transport[AnyPeer]):
         del peer, at
         return batch
 
-    def _write(self, batch: Batch, tag: int, cancelled: threading.Event) -> Written:
+    def _write(self, batch: Batch, tag: int, cancelled: threading.Event) -> WriteResult:
         assert isinstance(batch, ChunkedBatch)
         peer = self._known(batch.peer)
         digest, written = 0, 0
@@ -68,7 +68,7 @@ class ChunkedTransport(Transport[AnyPeer]):
             self._check_alive(peer)
         except TransportError as error:
             raise type(error)(f"{error} ({written} of {batch.num_bytes} bytes written)", hint=error.hint) from error
-        return Written(num_bytes=written, digest=digest & ((1 << 64) - 1))
+        return WriteResult(num_bytes=written, digest=digest & ((1 << 64) - 1))
 
     def _digest(self, planes: Planes) -> int:
         """Digest of what is written, where it is read."""

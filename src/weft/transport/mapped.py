@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from weft.core.geometry.planes import Planes, cut_long_rows, joined
 from weft.errors import TransportError
-from weft.transport.base import Handle, Peer, Ticket, Written
+from weft.transport.base import Handle, Peer, Ticket, WriteResult
 from weft.transport.chunked import ChunkedTransport
 
 AnyPeer = TypeVar("AnyPeer", bound=Peer)
@@ -87,7 +87,7 @@ class MappedTransport(ChunkedTransport[AnyPeer]):
             tickets.append(Ticket(written, batch, tag, cancelled))
         return tickets
 
-    def _write_direct(self, batch: DirectBatch, tag: int, cancelled: threading.Event) -> Written:
+    def _write_direct(self, batch: DirectBatch, tag: int, cancelled: threading.Event) -> WriteResult:
         peer = self._known(batch.peer)
         digest, written = 0, 0
         started: deque[tuple[Planes, Callable[[], int]]] = deque()
@@ -112,7 +112,7 @@ class MappedTransport(ChunkedTransport[AnyPeer]):
         finally:
             for _, wait in started:  # nothing is under way when this is over
                 wait()
-        return Written(num_bytes=written, digest=digest & _MASK)
+        return WriteResult(num_bytes=written, digest=digest & _MASK)
 
     _num_ahead = 0
     """Chunks that are started before the first of them is waited for."""

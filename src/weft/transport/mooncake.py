@@ -267,7 +267,7 @@ def at_most(batch: Batch, num_rows: int) -> Iterable[Batch]:
 
 
 @dataclass
-class Span:
+class AddressSpan:
     """Memory the engine has registered, and the registrations it stands for."""
 
     start: int
@@ -275,18 +275,18 @@ class Span:
     members: list[tuple[int, int]]
 
 
-def merge_overlaps(members: Iterable[tuple[int, int]]) -> list[Span]:
+def merge_overlaps(members: Iterable[tuple[int, int]]) -> list[AddressSpan]:
     """The fewest spans that hold all (start, end); such that only touch stay apart.
 
     merge_overlaps([(0, 10), (5, 20), (20, 30)])       # spans 0 to 20 and 20 to 30
     """
-    spans: list[Span] = []
+    spans: list[AddressSpan] = []
     for start, end in sorted(members):
         if spans and start < spans[-1].end:
             spans[-1].end = max(spans[-1].end, end)
             spans[-1].members.append((start, end))
         else:
-            spans.append(Span(start, end, [(start, end)]))
+            spans.append(AddressSpan(start, end, [(start, end)]))
     return spans
 
 
@@ -298,7 +298,7 @@ class _Spans:
 
     def __init__(self, engine: Any) -> None:
         self._engine = engine
-        self._spans: list[Span] = []
+        self._spans: list[AddressSpan] = []
 
     def add(self, start: int, end: int) -> None:
         """Register; raises RegistrationError and leaves everything as it was."""

@@ -37,7 +37,7 @@ from weft.transport.base import (
     Ranges,
     Ticket,
     Transport,
-    Written,
+    WriteResult,
     cut_rows,
     digest_of,
 )
@@ -120,7 +120,7 @@ class _Peer:
 
 
 @dataclass(eq=False)
-class _Transfer:
+class _PreparedTransfer:
     """NIXL's handle of a batch, which keeps the agent alive; None once that was torn down."""
 
     peer: str
@@ -130,7 +130,7 @@ class _Transfer:
 
 @dataclass(frozen=True, kw_only=True)
 class _NixlBatch(Batch):
-    transfer: _Transfer
+    transfer: _PreparedTransfer
     work: DeviceWork
     """Digests what is read."""
 
@@ -168,7 +168,7 @@ class NixlTransport(Transport[_Peer]):
         """Pinned host memory writes may come from, where this transport is for a GPU's."""
         self._arrived: dict[tuple[int, int], _Arrived] = {}
         self._lock = threading.Lock()
-        self._transfers: weakref.WeakSet[_Transfer] = weakref.WeakSet()
+        self._transfers: weakref.WeakSet[_PreparedTransfer] = weakref.WeakSet()
 
     @property
     def endpoint(self) -> Endpoint:
@@ -279,7 +279,9 @@ class NixlTransport(Transport[_Peer]):
             table = self._table(rows.dst, rows.length, self._device_number)
             remote = self._agent.prep_xfer_dlist(peer.name, table, self._kind)
             order = np.arange(rows.num_rows, dtype=np.int32)
-            transfer = _Transfer(batch.peer, self._agent.make_prepped_xfer("WRITE", local, order, remote, order))
+            transfer = _PreparedTransfer(
+                batch.peer, self._agent.make_prepped_xfer("WRITE", local, order, remote, order)
+            )
         except Exception as error:
             raise self._failure(error, batch.peer) from error
         self._transfers.add(transfer)
@@ -314,7 +316,7 @@ class NixlTransport(Transport[_Peer]):
         ]
         return [Ticket(future, batch, tag, cancelled) for future, batch in zip(ended, batches, strict=True)]
 
-    def _write(self, batch: Batch, tag: int, cancelled: threading.Event) -> Written:
+    def _write(self, batch: Batch, tag: int, cancelled: threading.Event) -> WriteResult:
         self._begin(batch, tag, cancelled)
         return self._end(batch, cancelled)
 
@@ -332,7 +334,7 @@ class NixlTransport(Transport[_Peer]):
         except Exception as error:
             raise self._failure(error, batch.peer) from error
 
-    def _end(self, batch: Batch, cancelled: threading.Event, begun: Future[None] | None = None) -> Written:
+    def _end(self, batch: Batch, cancelled: threading.Event, begun: Future[None] | None = None) -> WriteResult:
         """Digest while the bytes travel, then wait for them."""
         assert isinstance(batch, _NixlBatch)
         if begun is not None:
@@ -351,7 +353,7 @@ class NixlTransport(Transport[_Peer]):
         batch.transfer.is_posted = False
         if state != "DONE":
             raise TransportError(f"NIXL reports {state} for a write to {batch.peer}")
-        return Written(num_bytes=batch.num_bytes, digest=digest)
+        return WriteResult(num_bytes=batch.num_bytes, digest=digest)
 
     def _wait_for(self, batch: _NixlBatch, cancelled: threading.Event) -> str:
         """How a write ends. One that was given up and does not end is ended by tearing this side down."""

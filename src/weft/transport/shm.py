@@ -31,7 +31,7 @@ from weft.transport.base import (
     Memory,
     Ranges,
     Ticket,
-    Written,
+    WriteResult,
 )
 from weft.transport.host import CELL_BYTES, LivingProcess, ProcessIdentity
 from weft.transport.mapped import DirectBatch, MappedTransport
@@ -206,13 +206,13 @@ class ShmTransport(MappedTransport[_Peer]):
         key = tuple(id(batch) for batch in batches)
         if key not in self._together:
             self._together = {key: Together.of(batches)}
-        futures: list[Future[Written]] = [Future() for _ in batches]
+        futures: list[Future[WriteResult]] = [Future() for _ in batches]
         cancelled = threading.Event()
         self._writer.submit(self._write_together, self._together[key], tag, futures, cancelled)
         return [Ticket(future, batch, tag, cancelled) for future, batch in zip(futures, batches, strict=True)]
 
     def _write_together(
-        self, job: Together, tag: int, futures: Sequence[Future[Written]], cancelled: threading.Event
+        self, job: Together, tag: int, futures: Sequence[Future[WriteResult]], cancelled: threading.Event
     ) -> None:
         """Copy, and resolve every future whatever happens: nobody else looks at this thread."""
         try:
@@ -223,12 +223,12 @@ class ShmTransport(MappedTransport[_Peer]):
                 future.set_exception(failure)
             return
         for future, outcome in zip(futures, outcomes, strict=True):
-            if isinstance(outcome, Written):
+            if isinstance(outcome, WriteResult):
                 future.set_result(outcome)
             else:
                 future.set_exception(outcome)
 
-    def _copy_all(self, job: Together, tag: int, cancelled: threading.Event) -> list[Written | PeerLost]:
+    def _copy_all(self, job: Together, tag: int, cancelled: threading.Event) -> list[WriteResult | PeerLost]:
         """Copy Chunk by Chunk. A peer that is gone does not stop the others: its memory is still mapped here."""
         batches = job.batches
         written, digests = [0] * len(batches), [0] * len(batches)
@@ -247,7 +247,7 @@ class ShmTransport(MappedTransport[_Peer]):
         return [
             PeerLost(f"{batch.peer} (process {peer.process.pid}) has ended ({done} of {batch.num_bytes} bytes written)")
             if peer.process.has_ended
-            else Written(num_bytes=done, digest=digests[twin] & ((1 << 64) - 1))
+            else WriteResult(num_bytes=done, digest=digests[twin] & ((1 << 64) - 1))
             for peer, batch, done, twin in zip(peers, batches, written, job.twin, strict=True)
         ]
 

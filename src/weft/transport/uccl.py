@@ -37,7 +37,7 @@ from weft.transport.base import (
     Handle,
     Ranges,
     Transport,
-    Written,
+    WriteResult,
     cut_rows,
     digest_of,
 )
@@ -190,7 +190,7 @@ class UcclTransport(Transport[_Peer]):
         piece.mr_id, piece.lkeys, piece.rkeys = of.mr_id, of.lkeys, of.rkeys
         return piece
 
-    def _write(self, batch: Batch, tag: int, cancelled: threading.Event) -> Written:
+    def _write(self, batch: Batch, tag: int, cancelled: threading.Event) -> WriteResult:
         """Post, digest while the bytes travel, wait, then count. A write that was posted cannot be stopped."""
         assert isinstance(batch, _UcclBatch)
         peer = self._known(batch.peer)
@@ -207,7 +207,7 @@ class UcclTransport(Transport[_Peer]):
             self._finish(batch.peer, transfer, deadline)
         self._poke(batch.peer, peer, 1, peer.counted + batch.num_bytes, deadline)
         peer.counted += batch.num_bytes
-        return Written(num_bytes=batch.num_bytes, digest=digest)
+        return WriteResult(num_bytes=batch.num_bytes, digest=digest)
 
     def _poke(self, member: str, peer: _Peer, word: int, value: int, deadline: float) -> None:
         """Write one word of this writer's arrival cell in the peer."""

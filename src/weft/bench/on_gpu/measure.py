@@ -149,7 +149,7 @@ def measure(
     for precision in precisions:
         say(f"{case.model}: starting a trainer and {case.num_parts} ranks of an engine in {precision}")
         with case.fleet(precision) as fleet:
-            run = _Run(case, fleet, precision, model_bytes(model), repeat, say)
+            run = _PrecisionRun(case, fleet, precision, model_bytes(model), repeat, say)
             rates.append(run.copy_bytes_per_s)
             wanted = [method for method in METHODS if method.mode in modes]
             rows += [row for method in wanted if (row := run.weft(method, missing)) is not None]
@@ -167,7 +167,7 @@ def measure(
     )
 
 
-class _Run:
+class _PrecisionRun:
     """The processes of one precision."""
 
     def __init__(self, case: GpuCase, fleet: Fleet, precision: str, trainer_bytes: int, repeat: int, say: Say) -> None:
@@ -207,7 +207,7 @@ class _Run:
                 self._fleet.call(side, "shut")
         return self._row(method, found, wire_bytes)
 
-    def _versions(self, controller: Controller, *, is_delta: bool) -> Iterator[_Version]:
+    def _versions(self, controller: Controller, *, is_delta: bool) -> Iterator[_MeasuredVersion]:
         """The first one opens and compiles."""
         for side in ("engine", "trainer"):
             self._fleet.call(side, "open", address=controller.address)
@@ -223,9 +223,9 @@ class _Run:
             publishing = self._fleet.ask("trainer", "publish", version=number, start=self._fleet.soon())
             pauses, ((seconds, write_s, stages),) = self._fleet.answers(receiving, publishing)
             is_right = all(self._fleet.call("engine", "verify", version=self._version, steps=self._steps))
-            yield _Version(seconds, write_s, max(pauses), stages, is_right)
+            yield _MeasuredVersion(seconds, write_s, max(pauses), stages, is_right)
 
-    def _row(self, method: GpuMethod, found: list[_Version], wire_bytes: int) -> GpuRow:
+    def _row(self, method: GpuMethod, found: list[_MeasuredVersion], wire_bytes: int) -> GpuRow:
         others = found[1:]
         seconds = statistics.median(version.seconds for version in others)
         limit_s = method.moved_bytes(self._trainer_bytes, self._engine_bytes) / self.copy_bytes_per_s
@@ -273,7 +273,7 @@ class _Run:
 
 
 @dataclass(frozen=True, slots=True)
-class _Version:
+class _MeasuredVersion:
     seconds: float
     write_s: float
     pause_s: float

@@ -147,7 +147,7 @@ class GpuTrainer:
 
 
 @dataclass(slots=True)
-class _Memory:
+class _EngineTensors:
     """The tensors of an engine rank, and where boxes of checkpoint tensors lie in them."""
 
     tensors: dict[int, torch.Tensor] = field(default_factory=dict)
@@ -178,7 +178,7 @@ class GpuEngine:
         model = load_layers(setup.model, setup.num_layers)
         self._shapes = payload.whole_shapes(model)
         recipe = engine_recipe(model, f"tp{setup.num_parts}", dtype=_ENGINE[setup.precision])
-        self._memory = _Memory()
+        self._memory = _EngineTensors()
         for number in held_rows(recipe.engine, setup.rank).nonzero()[0].tolist():
             tensor = recipe.engine.tensors[number]
             self._memory.tensors[number] = torch.zeros(tensor.shape, dtype=_TORCH[tensor.dtype], device=self._device)

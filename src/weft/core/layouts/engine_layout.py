@@ -100,7 +100,7 @@ def engine_recipe(model: Model, text: str, *, num_replicas: int = 1, dtype: str 
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Group:
+class _FusedTensor:
     """One engine tensor: the checkpoint tensors fused into it; for experts one row of parts per expert."""
 
     name: str
@@ -108,7 +108,7 @@ class _Group:
     expert_parts: tuple[tuple[ModelTensor, ...], ...] = ()
 
 
-def _fusion_groups(model: Model) -> Iterator[_Group]:
+def _fusion_groups(model: Model) -> Iterator[_FusedTensor]:
     """Checkpoint tensors in order, gathered into the engine tensors they become."""
     by_name = {tensor.name: tensor for tensor in model.policy_tensors}
     done: set[str] = set()
@@ -125,7 +125,7 @@ def _fusion_groups(model: Model) -> Iterator[_Group]:
             yield group
 
 
-def _fused_group(tensor: ModelTensor, by_name: dict[str, ModelTensor]) -> _Group:
+def _fused_group(tensor: ModelTensor, by_name: dict[str, ModelTensor]) -> _FusedTensor:
     module, _, leaf = tensor.name.rpartition(".")
     for engine, sources in _FUSED:
         for source in sources:
@@ -133,14 +133,14 @@ def _fused_group(tensor: ModelTensor, by_name: dict[str, ModelTensor]) -> _Group
                 prefix = module.removesuffix(source)
                 names = [f"{prefix}{name}.{leaf}" for name in sources]
                 if all(name in by_name for name in names):
-                    return _Group(name=f"{prefix}{engine}.{leaf}", parts=tuple(by_name[name] for name in names))
-    return _Group(name=tensor.name, parts=(tensor,))
+                    return _FusedTensor(name=f"{prefix}{engine}.{leaf}", parts=tuple(by_name[name] for name in names))
+    return _FusedTensor(name=tensor.name, parts=(tensor,))
 
 
-def _expert_groups(tensor: ModelTensor, by_name: dict[str, ModelTensor], num_experts: int) -> list[_Group]:
+def _expert_groups(tensor: ModelTensor, by_name: dict[str, ModelTensor], num_experts: int) -> list[_FusedTensor]:
     prefix = tensor.name.partition(".experts.")[0] + ".experts."
     return [
-        _Group(
+        _FusedTensor(
             name=prefix + engine,
             parts=(),
             expert_parts=tuple(
@@ -197,7 +197,7 @@ class _Rules:
             )
         return self.builder.build(num_ranks=self.mesh.num_ranks * self.num_replicas, text=self.text)
 
-    def add(self, group: _Group) -> None:
+    def add(self, group: _FusedTensor) -> None:
         """All engine tensors of one fusion group."""
         if group.expert_parts:
             self._add_experts(group)
@@ -209,7 +209,7 @@ class _Rules:
             slices = _slices(group.parts, self.mesh.tp, part)
             self._emit(group.name, slices, self._ranks(group.parts[0], positions))
 
-    def _add_experts(self, group: _Group) -> None:
+    def _add_experts(self, group: _FusedTensor) -> None:
         """Experts of a layer are alike: the pieces of one, repeated along a new first dimension."""
         num_slices = self.mesh.expert_tp
         first = group.expert_parts[0]

@@ -199,7 +199,7 @@ def _check_divisible(model: Model, mesh: Mesh, text: str) -> None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Block:
+class _TensorShards:
     """The shard rows of one tensor."""
 
     lo: Ints
@@ -237,9 +237,9 @@ class _Columns:
             expert: part for part in range(num_parts) for expert in expert_range(model.num_experts, num_parts, part)
         }
         self._groups = GroupBuilder()
-        self._templates: dict[tuple[object, ...], _Block] = {}
+        self._templates: dict[tuple[object, ...], _TensorShards] = {}
         self._tensor_of: list[int] = []
-        self._blocks: list[_Block] = []
+        self._blocks: list[_TensorShards] = []
 
     def place(self, number: int, tensor: ModelTensor) -> None:
         """Add the shards of one tensor."""
@@ -259,7 +259,7 @@ class _Columns:
         self._tensor_of.append(number)
         self._blocks.append(self._templates[key])
 
-    def _template(self, tensor: ModelTensor, stages: tuple[int, ...], part: int) -> _Block:
+    def _template(self, tensor: ModelTensor, stages: tuple[int, ...], part: int) -> _TensorShards:
         """Boxes and groups of a tensor: tensor parallelism first, then FSDP along dimension 0 of what is left."""
         ranks = self._mesh.dense if part < 0 else self._mesh.expert[:, :, part, :]
         stage_bases = np.array(stages) * self._mesh.stage_size
@@ -275,7 +275,7 @@ class _Columns:
         strides = row_major_strides(extent_column)
         if tensor.num_fused > 1 and tensor.split_dim == 1:
             strides[:, 0] *= tensor.num_fused if ranks.shape[2] > 1 else 1
-        return _Block(
+        return _TensorShards(
             lo=np.array(los, dtype=np.int64),
             extent=extent_column,
             strides=strides,

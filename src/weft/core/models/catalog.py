@@ -186,7 +186,7 @@ class _Fields:
 
 
 @dataclass(slots=True)
-class _Writer:
+class _LayerTensors:
     """Makes the tensors of one layer."""
 
     prefix: str
@@ -274,7 +274,7 @@ def _vocab(name: str, fields: _Fields, layer: int, *, policy: bool = True) -> Mo
 
 
 Described = tuple[Iterator[ModelTensor], int]
-Block = Callable[[_Writer, int], Iterator[ModelTensor]]
+Block = Callable[[_LayerTensors, int], Iterator[ModelTensor]]
 
 
 def _decoder(fields: _Fields, block: Block, *, draft_vocab: bool = True) -> Iterator[ModelTensor]:
@@ -286,13 +286,13 @@ def _decoder(fields: _Fields, block: Block, *, draft_vocab: bool = True) -> Iter
     hidden = fields.count("hidden_size")
     yield _vocab("model.embed_tokens.weight", fields, FIRST_STAGE)
     for layer in range(num_layers):
-        yield from block(_Writer(f"model.layers.{layer}.", fields.dtype, layer), layer)
-    yield _Writer("model.", fields.dtype, LAST_STAGE).plain("norm.weight", hidden)
+        yield from block(_LayerTensors(f"model.layers.{layer}.", fields.dtype, layer), layer)
+    yield _LayerTensors("model.", fields.dtype, LAST_STAGE).plain("norm.weight", hidden)
     if not fields.flag("tie_word_embeddings"):
         yield _vocab("lm_head.weight", fields, LAST_STAGE)
     for extra in range(fields.count("num_nextn_predict_layers", "num_mtp_layers", least=0, most=64, null=0)):
         layer = num_layers + extra
-        writer = _Writer(f"model.layers.{layer}.", fields.dtype, layer, policy=False)
+        writer = _LayerTensors(f"model.layers.{layer}.", fields.dtype, layer, policy=False)
         if draft_vocab:
             yield _vocab(f"model.layers.{layer}.embed_tokens.weight", fields, layer, policy=False)
             yield _vocab(f"model.layers.{layer}.shared_head.head.weight", fields, layer, policy=False)
@@ -320,7 +320,7 @@ def _attention(fields: _Fields, *, qkv_bias: bool, out_bias: bool, qk_norm: bool
     kv_heads = fields.count("num_key_value_heads", null=heads)
     width = fields.count("head_dim", null=hidden // heads)
 
-    def block(writer: _Writer, _: int) -> Iterator[ModelTensor]:
+    def block(writer: _LayerTensors, _: int) -> Iterator[ModelTensor]:
         q_rows, kv_rows = heads * width, kv_heads * width
         attn = "self_attn"
         yield from writer.column(f"{attn}.q_proj", q_rows, hidden, heads, "attention heads", bias=qkv_bias)
@@ -346,7 +346,7 @@ def _latent_attention(fields: _Fields, *, rope_names: tuple[str, ...] = ("qk_rop
     bias = fields.flag("attention_bias")
     has_indexer = _indexed_layers(fields)
 
-    def block(writer: _Writer, layer: int) -> Iterator[ModelTensor]:
+    def block(writer: _LayerTensors, layer: int) -> Iterator[ModelTensor]:
         attn, unit = "self_attn", "attention heads"
         if q_rank:
             yield from writer.linear(f"{attn}.q_a_proj", q_rank, hidden, Split.NONE, 1, unit, bias=bias)
@@ -380,7 +380,7 @@ def _indexed_layers(fields: _Fields) -> Callable[[int], bool]:
     return lambda layer: layer >= num_layers or listed[layer]
 
 
-def _indexer(fields: _Fields, writer: _Writer, hidden: int, q_rank: int) -> Iterator[ModelTensor]:
+def _indexer(fields: _Fields, writer: _LayerTensors, hidden: int, q_rank: int) -> Iterator[ModelTensor]:
     heads, width = fields.count("index_n_heads"), fields.count("index_head_dim")
     index, unit = "self_attn.indexer", "index heads"
     yield from writer.linear(f"{index}.wq_b", heads * width, q_rank, Split.NONE, 1, unit)
@@ -404,7 +404,7 @@ def _experts(fields: _Fields, *, correction_bias: bool) -> Block:
     width = fields.count("moe_intermediate_size")
     num_shared = fields.count("n_shared_experts", null=0, least=0)
 
-    def block(writer: _Writer, _: int) -> Iterator[ModelTensor]:
+    def block(writer: _LayerTensors, _: int) -> Iterator[ModelTensor]:
         yield writer.plain("mlp.gate.weight", num_experts, hidden)
         if correction_bias:
             bias = writer.plain("mlp.gate.e_score_correction_bias", num_experts, dtype="fp32")
@@ -418,7 +418,7 @@ def _experts(fields: _Fields, *, correction_bias: bool) -> Block:
 
 
 def _pre_norm(hidden: int, attention: Block, feed_forward: Block, *, extra_norms: bool = False) -> Block:
-    def block(writer: _Writer, layer: int) -> Iterator[ModelTensor]:
+    def block(writer: _LayerTensors, layer: int) -> Iterator[ModelTensor]:
         yield from attention(writer, layer)
         yield from feed_forward(writer, layer)
         yield writer.plain("input_layernorm.weight", hidden)
@@ -462,7 +462,7 @@ def _mixture(fields: _Fields, attention: Block, *, correction_bias: bool, draft_
     is_sparse = _sparse_layers(fields)
     experts = _experts(fields, correction_bias=correction_bias)
 
-    def feed_forward(writer: _Writer, layer: int) -> Iterator[ModelTensor]:
+    def feed_forward(writer: _LayerTensors, layer: int) -> Iterator[ModelTensor]:
         if is_sparse(layer):
             return experts(writer, layer)
         return writer.mlp("mlp", hidden, fields.count("intermediate_size"))
@@ -505,7 +505,7 @@ def _kimi(fields: _Fields) -> Described:
     """DeepSeek's tensors, plus the rotary frequencies Kimi-K2's checkpoint stores in every layer."""
     attention = _latent_attention(fields)
 
-    def with_buffer(writer: _Writer, layer: int) -> Iterator[ModelTensor]:
+    def with_buffer(writer: _LayerTensors, layer: int) -> Iterator[ModelTensor]:
         yield from attention(writer, layer)
         buffer = writer.plain("self_attn.rotary_emb.inv_freq", 56, dtype="fp32")
         yield replace(buffer, policy=False)
@@ -529,7 +529,7 @@ def _glm4(fields: _Fields) -> Described:
     hidden, width = fields.count("hidden_size"), fields.count("intermediate_size")
     attention = _attention(fields, qkv_bias=fields.flag("attention_bias"), out_bias=False, qk_norm=False)
 
-    def feed_forward(writer: _Writer, _: int) -> Iterator[ModelTensor]:
+    def feed_forward(writer: _LayerTensors, _: int) -> Iterator[ModelTensor]:
         for tensor in writer.column("mlp.gate_up_proj", 2 * width, hidden, width, "intermediate rows"):
             yield replace(tensor, num_fused=2)
         yield from writer.row("mlp.down_proj", hidden, width, width, "intermediate rows")
@@ -545,7 +545,7 @@ def _gpt2(fields: _Fields) -> Described:
     heads = fields.count("n_head", "num_attention_heads")
     inner = fields.count("n_inner", null=4 * hidden)
 
-    def conv(writer: _Writer, name: str, out: int, into: int, split: Split, units: int) -> Iterator[ModelTensor]:
+    def conv(writer: _LayerTensors, name: str, out: int, into: int, split: Split, units: int) -> Iterator[ModelTensor]:
         for tensor in writer.linear(name, out, into, split, units, "attention heads", bias=True):
             flipped = tensor.name.endswith(".weight")
             fused = replace(tensor, num_fused=3 if name.endswith("c_attn") else 1)
@@ -554,9 +554,9 @@ def _gpt2(fields: _Fields) -> Described:
     def tensors() -> Iterator[ModelTensor]:
         yield _vocab("transformer.wte.weight", fields, FIRST_STAGE)
         positions = fields.count("n_positions", "max_position_embeddings")
-        yield _Writer("transformer.", fields.dtype, FIRST_STAGE).plain("wpe.weight", positions, hidden)
+        yield _LayerTensors("transformer.", fields.dtype, FIRST_STAGE).plain("wpe.weight", positions, hidden)
         for layer in range(num_layers):
-            writer = _Writer(f"transformer.h.{layer}.", fields.dtype, layer)
+            writer = _LayerTensors(f"transformer.h.{layer}.", fields.dtype, layer)
             for norm in ("ln_1", "ln_2"):
                 yield writer.plain(f"{norm}.weight", hidden)
                 yield writer.plain(f"{norm}.bias", hidden)
@@ -565,7 +565,7 @@ def _gpt2(fields: _Fields) -> Described:
             yield from conv(writer, "mlp.c_fc", inner, hidden, Split.COLUMN, inner)
             yield from conv(writer, "mlp.c_proj", hidden, inner, Split.ROW, inner)
         for part in ("weight", "bias"):
-            yield _Writer("transformer.", fields.dtype, LAST_STAGE).plain(f"ln_f.{part}", hidden)
+            yield _LayerTensors("transformer.", fields.dtype, LAST_STAGE).plain(f"ln_f.{part}", hidden)
         if not fields.flag("tie_word_embeddings"):
             yield _vocab("lm_head.weight", fields, LAST_STAGE)
 

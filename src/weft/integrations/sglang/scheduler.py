@@ -80,7 +80,7 @@ def _reserved(model: torch.nn.Module) -> Reservation | None:
 
 def running(original: Callable[..., Any], scheduler: Any) -> Any:
     """Everything is loaded and nothing runs yet; ends when the engine ends."""
-    attendant = Attendant(scheduler, engine_settings({}))
+    attendant = SchedulerAttendant(scheduler, engine_settings({}))
     scheduler.weft = attendant
     try:
         return original(scheduler)
@@ -148,7 +148,7 @@ def sleeping(sleeper: Any) -> None:
     sleeper.poller.poll(IDLE_MS)
 
 
-class Attendant:
+class SchedulerAttendant:
     """Serves versions in one scheduler process."""
 
     def __init__(self, scheduler: Any, settings: EngineSettings) -> None:

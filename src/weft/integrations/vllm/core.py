@@ -52,7 +52,7 @@ def _attending(initialize: Any) -> Any:
     @functools.wraps(initialize)
     def attending(core: Any, vllm_config: Any) -> Any:
         transfer = vllm_config.weight_transfer_config
-        core.weft = Attendant(core) if transfer is not None and transfer.backend == BACKEND else None
+        core.weft = CoreAttendant(core) if transfer is not None and transfer.backend == BACKEND else None
         return initialize(core, vllm_config)
 
     return attending
@@ -157,7 +157,7 @@ class _Wanted(NamedTuple):
     version: int
 
 
-class Attendant:
+class CoreAttendant:
     """Brings decided versions to the workers of one engine core. `attend` runs on the core's own thread."""
 
     def __init__(self, core: Any) -> None:

@@ -116,7 +116,7 @@ class Norm(nn.Module):
         return F.layer_norm(x, x.shape[-1:], weight, self.bias.to(x.dtype), self.eps)
 
 
-class Table(nn.Module):
+class LookupTable(nn.Module):
     """Rows looked up by number: embeddings, positions, or the output layer."""
 
     def __init__(self, source: str, rows: int, columns: int, dtype: Precision) -> None:
@@ -212,11 +212,11 @@ class EngineModel(nn.Module):
         self.a, self._kv_heads = a, max(a.kv_heads // num_ranks, 1)
         plain = Precision.BF16 if dtype is Precision.FP8 else dtype
         embedding, positions, norm = _GPT2_OUTER if a.is_gpt2 else _GATED_OUTER
-        self.embed = Table(embedding, a.vocab_size, a.hidden, plain)
-        self.positions = Table(positions, a.max_positions, a.hidden, plain) if a.is_gpt2 else None
+        self.embed = LookupTable(embedding, a.vocab_size, a.hidden, plain)
+        self.positions = LookupTable(positions, a.max_positions, a.hidden, plain) if a.is_gpt2 else None
         self.blocks = nn.ModuleList(EngineBlock(a, number, dtype, rank, num_ranks) for number in range(a.layers))
         self.norm = Norm(norm, a.hidden, eps=a.eps, bias=a.is_gpt2, dtype=plain)
-        self.head = None if a.tied else Table("lm_head", a.vocab_size, a.hidden, plain)
+        self.head = None if a.tied else LookupTable("lm_head", a.vocab_size, a.hidden, plain)
         self.requires_grad_(False)
 
     @property
@@ -224,7 +224,7 @@ class EngineModel(nn.Module):
         """Which boxes of which trainer tensors every parameter is made of."""
         found: dict[str, list[Part]] = {}
         for name, module in self.named_modules():
-            if isinstance(module, (FusedLinear, Norm, Table)):
+            if isinstance(module, (FusedLinear, Norm, LookupTable)):
                 found |= {f"{name}.{own}": module.parts[own] for own, _ in module.named_parameters()}
         return found
 

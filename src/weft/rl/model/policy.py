@@ -90,7 +90,7 @@ class FeedForward(nn.Module):
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
-class Block(nn.Module):
+class DecoderBlock(nn.Module):
     """Attention and feed-forward, each behind a norm and beside the stream."""
 
     def __init__(self, a: Architecture) -> None:
@@ -113,7 +113,7 @@ class Trunk(nn.Module):
         super().__init__()
         self.a = a
         self.embed_tokens = nn.Embedding(a.vocab_size, a.hidden)
-        self.layers = nn.ModuleList(Block(a) for _ in range(a.layers))
+        self.layers = nn.ModuleList(DecoderBlock(a) for _ in range(a.layers))
         self.norm = RMSNorm(a.hidden, a.eps)
 
     def forward(self, tokens: Tensor) -> Tensor:

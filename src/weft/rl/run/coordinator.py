@@ -24,26 +24,26 @@ from weft.rl.run.ledger import Ledger
 from weft.rl.run.messages import (
     Again,
     Ask,
-    Batch,
+    BroadcastOffer,
     Busy,
     Done,
-    Failed,
     Hello,
     Hold,
-    Made,
-    Offer,
+    MemberFailed,
     Receive,
+    SampleBatch,
     Samples,
-    Sent,
-    Served,
+    SamplesMade,
     Stop,
     Take,
     ToCoordinator,
     Trained,
+    VersionSent,
+    VersionServed,
     pack,
     unpack,
 )
-from weft.rl.run.record import Commit, Iteration, Record, Version
+from weft.rl.run.record import Commit, Iteration, Record, VersionRecord
 from weft.rl.settings import LoopSettings, Method
 from weft.runtime.control.channel import Server
 from weft.runtime.control.security import Security, server_keys
@@ -137,12 +137,12 @@ class Coordinator:
             case Hello(iteration=iteration, copy_s=copy_s):
                 self._ledger.start_at(iteration)
                 self.record.copy_ms = max(self.record.copy_ms, copy_s * 1e3)
-            case Ask(engine=engine) | Busy(engine=engine) | Made(engine=engine):
+            case Ask(engine=engine) | Busy(engine=engine) | SamplesMade(engine=engine):
                 self._heard[engine] = time.monotonic()
                 self._engine_says(sender, message)
-            case Served():
+            case VersionServed():
                 self._served(message)
-            case Failed(member=member, reason=reason):
+            case MemberFailed(member=member, reason=reason):
                 self._member_failed(member, reason)
                 self._server.send(sender, Stop(reason=reason))
             case _:
@@ -153,7 +153,7 @@ class Coordinator:
             case Ask(engine=engine, version=version):
                 self.record.lost.pop(f"engine {engine}", None)  # it was silent, not gone
                 self._server.send(sender, self._answer(engine, version))
-            case Made(engine=engine, job=job, samples=samples):
+            case SamplesMade(engine=engine, job=job, samples=samples):
                 self._made(engine, job, samples)
 
     def _trainer_says(self, sender: str, message: Any) -> None:
@@ -163,9 +163,9 @@ class Coordinator:
                 self._give_out()
             case Trained(iteration=iteration, metrics=metrics):
                 self._trained(iteration, metrics)
-            case Offer(version=version):
+            case BroadcastOffer(version=version):
                 self._offered = version
-            case Sent():
+            case VersionSent():
                 self._sent(message)
             case Done(rank=rank):
                 self._done.add(rank)
@@ -196,7 +196,7 @@ class Coordinator:
                 self._server.send(sender, Stop(reason=self.failure))
             elif self._ledger.is_whole(iteration):
                 mine = share(self._ledger.batch(iteration), rank, self._settings.num_trainers)
-                self._server.send(sender, Batch(iteration=iteration, samples=mine))
+                self._server.send(sender, SampleBatch(iteration=iteration, samples=mine))
             else:
                 continue
             del self._takes[rank]
@@ -228,7 +228,7 @@ class Coordinator:
         )
         self._ledger.finished(iteration)
 
-    def _sent(self, message: Sent) -> None:
+    def _sent(self, message: VersionSent) -> None:
         self._was_given_up = bool(message.reason)
         self._send_again()
         num_bytes = message.num_bytes
@@ -236,7 +236,7 @@ class Coordinator:
             statistics = self._transfers()
             num_bytes, self.record.links = statistics.last_wire_bytes, statistics.links
         self.record.versions.append(
-            Version(
+            VersionRecord(
                 number=message.version,
                 published_s=self.record.since(message.published_at),
                 released_s=self.record.since(message.released_at),
@@ -247,7 +247,7 @@ class Coordinator:
             )
         )
 
-    def _served(self, message: Served) -> None:
+    def _served(self, message: VersionServed) -> None:
         self.record.commits.append(
             Commit(
                 engine_rank=message.engine_rank,

@@ -23,8 +23,20 @@ from weft.rl.learn.tasks import load_task
 from weft.rl.model.architecture import load_architecture
 from weft.rl.model.engine_model import EngineModel
 from weft.rl.model.policy import DTYPES, policy_shapes
-from weft.rl.run.links import Conversation, Group, Links, device_of
-from weft.rl.run.messages import Ask, Busy, Hello, Hold, Job, Made, Receive, Samples, Served, Stop, pack
+from weft.rl.run.links import Conversation, Links, ProcessGroup, device_of
+from weft.rl.run.messages import (
+    Ask,
+    Busy,
+    Hello,
+    Hold,
+    Receive,
+    RolloutJob,
+    Samples,
+    SamplesMade,
+    Stop,
+    VersionServed,
+    pack,
+)
 from weft.rl.run.methods import CollectiveReceiving, WeftReceiving
 from weft.rl.run.verification import Expected
 from weft.rl.settings import LoopSettings, Method
@@ -32,10 +44,10 @@ from weft.rl.settings import LoopSettings, Method
 HOLD_S = 0.002
 """How long to wait before asking again."""
 BUSY_S = 1.0
-_KINDS: tuple[type[Any], ...] = (Hold, Job, Receive, Stop)
+_KINDS: tuple[type[Any], ...] = (Hold, RolloutJob, Receive, Stop)
 
 
-class Engine:
+class LoopEngine:
     """One rank; `run` returns when the coordinator says so."""
 
     def __init__(self, settings: LoopSettings, links: Links, *, rank: int, local_rank: int) -> None:
@@ -55,7 +67,7 @@ class Engine:
         self._talk = Conversation(links, f"engine {rank}", settings.timeout_s)
         self._talk.say(Hello(member=f"engine {rank}", copy_s=_copy_s(self._model)))
         name = f"engine {self._engine}"
-        self._group = Group(
+        self._group = ProcessGroup(
             links.store(name, settings),
             self._number,
             settings.ranks_per_engine,
@@ -71,7 +83,7 @@ class Engine:
         settings = self.settings
         if settings.method is Method.WEFT:
             return WeftReceiving(links, self._model, self.rank)
-        group = Group(
+        group = ProcessGroup(
             links.store("transfer", settings),
             1 + self.rank,
             1 + settings.num_engine_ranks,
@@ -88,7 +100,7 @@ class Engine:
                 case Hold():
                     self._between()
                     time.sleep(HOLD_S)
-                case Job() as job:
+                case RolloutJob() as job:
                     self._work(job)
                 case Receive(version=version):
                     assert isinstance(self._receiving, CollectiveReceiving)
@@ -116,7 +128,7 @@ class Engine:
         kind, *values = self._group.share(words).tolist()
         return answer or _message(kind, values)
 
-    def _work(self, job: Job) -> None:
+    def _work(self, job: RolloutJob) -> None:
         rng = np.random.default_rng(job.seed)
         prompts = self._task.prompts(rng, job.count)
         answer_tokens = self.settings.max_new_tokens or self._task.answer_tokens
@@ -138,7 +150,7 @@ class Engine:
             logprobs=pack(made.logprobs),
             versions=pack(made.versions),
         )
-        self._talk.say(Made(engine=self._engine, job=job.job, samples=samples))
+        self._talk.say(SamplesMade(engine=self._engine, job=job.job, samples=samples))
 
     def _between(self) -> int:
         """Between two tokens: become fresher if possible; returns the version that is served."""
@@ -156,7 +168,7 @@ class Engine:
         exact = None
         if self._expected is not None and self._fresh is not None:
             exact = self._expected.equals(version, self._model, self._fresh)
-        self._talk.say(Served(engine_rank=self.rank, version=version, at=at, pause_s=pause_s, exact=exact))
+        self._talk.say(VersionServed(engine_rank=self.rank, version=version, at=at, pause_s=pause_s, exact=exact))
 
 
 def _copy_s(model: EngineModel) -> float:
@@ -182,6 +194,6 @@ def _words(answer: Any) -> list[int]:
 
 def _message(kind: int, values: list[int]) -> Any:
     """And back."""
-    if _KINDS[kind] is Job:
-        return Job(job=values[0], count=values[1], seed=values[2])
+    if _KINDS[kind] is RolloutJob:
+        return RolloutJob(job=values[0], count=values[1], seed=values[2])
     return Receive(version=values[0]) if _KINDS[kind] is Receive else _KINDS[kind]()

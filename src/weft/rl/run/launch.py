@@ -50,7 +50,7 @@ SILENCE_S = 5.0
 Watch = Callable[[Record], None]
 
 
-class Heart:
+class RunServices:
     """Weft's controller and the coordinator of one run."""
 
     def __init__(self, settings: LoopSettings, *, host: str = "127.0.0.1", port: int = 0, keys: str = "") -> None:
@@ -97,7 +97,7 @@ def transfer_settings(settings: LoopSettings) -> TransferSettings:
 
 
 @dataclass(slots=True)
-class _Member:
+class _MemberProcess:
     name: str
     engine: int | None
     process: subprocess.Popen[bytes]
@@ -129,7 +129,7 @@ def check_runnable(settings: LoopSettings) -> None:
 def run_here(settings: LoopSettings, *, run_dir: Path, watch: Watch = lambda _: None) -> Record:
     """Run all members on this machine until they are done; raises what went wrong. Nothing is left running."""
     check_runnable(settings)
-    with Heart(settings) as heart, _store() as store:
+    with RunServices(settings) as heart, _store() as store:
         links = Links(
             controller=heart.controller.address,
             coordinator=heart.coordinator.address,
@@ -137,7 +137,7 @@ def run_here(settings: LoopSettings, *, run_dir: Path, watch: Watch = lambda _: 
             store_port=store.port,
             run_dir=str(run_dir),
         )
-        members: list[_Member] = []
+        members: list[_MemberProcess] = []
         try:
             _write(run_dir, settings, links)
             for rank in range(settings.world_size):
@@ -170,7 +170,7 @@ def _write(run_dir: Path, settings: LoopSettings, links: Links) -> None:
         raise ConfigError(f"cannot write to `{run_dir}`: {error.strerror}") from error
 
 
-def _start(settings: LoopSettings, run_dir: Path, rank: int) -> _Member:
+def _start(settings: LoopSettings, run_dir: Path, rank: int) -> _MemberProcess:
     number = rank - settings.num_trainers
     name = f"trainer {rank}" if number < 0 else f"engine {number}"
     path = run_dir / "logs" / f"{name.replace(' ', '-')}.log"
@@ -191,7 +191,7 @@ def _start(settings: LoopSettings, run_dir: Path, rank: int) -> _Member:
             stderr=log,
             start_new_session=True,  # an interrupt is for us; members are told to stop
         )
-    return _Member(name, None if number < 0 else number // settings.ranks_per_engine, process, path)
+    return _MemberProcess(name, None if number < 0 else number // settings.ranks_per_engine, process, path)
 
 
 @contextlib.contextmanager
@@ -217,7 +217,7 @@ def _interrupts() -> Iterator[threading.Event]:
 
 
 def _watch_over(
-    members: list[_Member], coordinator: Coordinator, watch: Watch, is_interrupted: threading.Event
+    members: list[_MemberProcess], coordinator: Coordinator, watch: Watch, is_interrupted: threading.Event
 ) -> None:
     """Until the run is over; raises PeerLost if it failed, KeyboardInterrupt if it was interrupted."""
     while not coordinator.ended.wait(TICK_S):
@@ -245,7 +245,7 @@ def _watch_over(
         raise PeerLost(coordinator.failure, hint=words or "logs are beside the report")
 
 
-def _gone(member: _Member, coordinator: Coordinator) -> None:
+def _gone(member: _MemberProcess, coordinator: Coordinator) -> None:
     if coordinator.ended.is_set() or (member.process.returncode == 0 and member.engine is None):
         return
     if member.engine is None:
@@ -254,7 +254,7 @@ def _gone(member: _Member, coordinator: Coordinator) -> None:
         coordinator.lose(member.engine, member.how())
 
 
-def _stop(members: list[_Member]) -> None:
+def _stop(members: list[_MemberProcess]) -> None:
     """Nobody is left behind."""
     for tell in (signal.SIGTERM, signal.SIGKILL):
         for member in members:
@@ -298,7 +298,7 @@ def run_as_member(
     if rank != 0:
         run_rank(settings, links, rank=rank, local_rank=local_rank)
         return None
-    with Heart(settings, host=host, port=port, keys=keys) as heart, _watching(heart.coordinator, watch):
+    with RunServices(settings, host=host, port=port, keys=keys) as heart, _watching(heart.coordinator, watch):
         try:
             run_rank(settings, links, rank=rank, local_rank=local_rank)
         except Exception as error:

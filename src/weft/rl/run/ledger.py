@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from weft.rl.run.messages import Job, Samples
+from weft.rl.run.messages import RolloutJob, Samples
 
 
 @dataclass(slots=True)
@@ -26,7 +26,7 @@ class _Work:
     iteration: int
     number: int
     """Inside its batch."""
-    job: Job
+    job: RolloutJob
     engine: int | None = None
     samples: Samples | None = None
 
@@ -57,7 +57,7 @@ class Ledger:
             self._waiting.clear()
             self._batches.clear()
 
-    def next_job(self, *, engine: int, version: int) -> Job | None:
+    def next_job(self, *, engine: int, version: int) -> RolloutJob | None:
         """What an engine that serves a version may generate now."""
         if not self._waiting:
             self._open_batch()
@@ -85,7 +85,7 @@ class Ledger:
         for number, count in enumerate(np.diff(borders)):
             name = iteration * self.num_jobs + number
             seed = int(np.random.SeedSequence([self.seed, iteration, number]).generate_state(1)[0])
-            works.append(_Work(iteration, number, Job(job=name, count=int(count), seed=seed)))
+            works.append(_Work(iteration, number, RolloutJob(job=name, count=int(count), seed=seed)))
         self._batches[iteration] = works
         self._waiting.extend(works)
 

@@ -86,7 +86,7 @@ class Conversation:
         self.close()
 
 
-class Group:
+class ProcessGroup:
     """A few processes that add up or share small tensors; of one it costs nothing."""
 
     def __init__(self, store: Store, rank: int, size: int, *, timeout_s: float, device: str = "cpu") -> None:

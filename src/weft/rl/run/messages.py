@@ -67,7 +67,7 @@ class Busy(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     engine: int
 
 
-class Made(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+class SamplesMade(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     """An engine has done a job."""
 
     engine: int
@@ -89,13 +89,13 @@ class Trained(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     metrics: dict[str, float]
 
 
-class Offer(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+class BroadcastOffer(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     """The first trainer is about to broadcast a version: engines must take part."""
 
     version: int
 
 
-class Sent(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+class VersionSent(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     """What became of a version; times since the epoch."""
 
     version: int
@@ -110,7 +110,7 @@ class Sent(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     """Why it was given up, if it was."""
 
 
-class Served(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+class VersionServed(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     """An engine rank serves a version."""
 
     engine_rank: int
@@ -127,20 +127,32 @@ class Done(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     rank: int
 
 
-class Failed(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+class MemberFailed(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     """A member cannot go on; answered by Stop."""
 
     member: str
     reason: str
 
 
-ToCoordinator = Hello | Ask | Busy | Made | Take | Trained | Offer | Sent | Served | Done | Failed
+ToCoordinator = (
+    Hello
+    | Ask
+    | Busy
+    | SamplesMade
+    | Take
+    | Trained
+    | BroadcastOffer
+    | VersionSent
+    | VersionServed
+    | Done
+    | MemberFailed
+)
 
 
 # From the coordinator
 
 
-class Job(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+class RolloutJob(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     """Prompts to answer; made from the seed."""
 
     job: int
@@ -158,7 +170,7 @@ class Receive(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     version: int
 
 
-class Batch(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+class SampleBatch(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     """A trainer's samples."""
 
     iteration: int
@@ -175,4 +187,4 @@ class Stop(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     reason: str = ""
 
 
-ToMember = Job | Hold | Receive | Batch | Again | Stop
+ToMember = RolloutJob | Hold | Receive | SampleBatch | Again | Stop

@@ -20,8 +20,8 @@ from torch.distributed.tensor import DTensor
 from weft import Receiver, Sender, weights_of
 from weft.errors import TransportUnavailable, VersionError
 from weft.rl.model.engine_model import EngineModel
-from weft.rl.run.links import Group, Links
-from weft.rl.run.messages import Sent
+from weft.rl.run.links import Links, ProcessGroup
+from weft.rl.run.messages import VersionSent
 from weft.rl.settings import LoopSettings, Method
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ ATTEMPTS = 1_000
 """Weft's version numbers of one policy: the policy's times this, and one more for every attempt to send it."""
 
 
-class Sending(Protocol):
+class SendingMethod(Protocol):
     """A trainer's side."""
 
     def publish(self, version: int) -> None:
@@ -44,7 +44,7 @@ class Sending(Protocol):
     def wait_released(self) -> None:
         """Wait until the weights may change."""
 
-    def reports(self, *, wait: bool = False) -> list[Sent]:
+    def reports(self, *, wait: bool = False) -> list[VersionSent]:
         """What became of versions since the last call; `wait`: of all."""
 
     def close(self) -> None:
@@ -64,7 +64,7 @@ class WeftSending:
             security=links.security,
         )
         self._watcher = ThreadPoolExecutor(max_workers=1, thread_name_prefix="weft-rl-watch")
-        self._seen: list[Future[Sent]] = []
+        self._seen: list[Future[VersionSent]] = []
         self._publication: Publication | None = None
 
     def publish(self, version: int) -> None:
@@ -82,7 +82,7 @@ class WeftSending:
         self._publication = publication = self._sender.publish(version=number)
         self._seen.append(self._watcher.submit(self._watch, publication, began))
 
-    def _watch(self, publication: Publication, began: float) -> Sent:
+    def _watch(self, publication: Publication, began: float) -> VersionSent:
         """Wait for the end of a version; one that was given up is no reason to stop training."""
         released = began
         reason = ""
@@ -93,7 +93,7 @@ class WeftSending:
         except VersionError as error:
             reason = str(error)
         ended = time.time()
-        return Sent(
+        return VersionSent(
             version=publication.version // ATTEMPTS,
             published_at=began,
             released_at=released,
@@ -110,7 +110,7 @@ class WeftSending:
             except VersionError:
                 return  # reported by the watcher
 
-    def reports(self, *, wait: bool = False) -> list[Sent]:
+    def reports(self, *, wait: bool = False) -> list[VersionSent]:
         """Versions whose end is known."""
         over = [seen for seen in self._seen if wait or seen.done()]
         self._seen = [seen for seen in self._seen if seen not in over]
@@ -126,11 +126,16 @@ class CollectiveSending:
     """Assembles full tensors on all trainers, and broadcasts them from the first."""
 
     def __init__(
-        self, settings: LoopSettings, policy: nn.Module, rank: int, group: Group | None, offer: Callable[[int], None]
+        self,
+        settings: LoopSettings,
+        policy: nn.Module,
+        rank: int,
+        group: ProcessGroup | None,
+        offer: Callable[[int], None],
     ) -> None:
         self._policy, self._rank, self._group, self._offer = policy, rank, group, offer
         self._gathers_first = settings.method is Method.GATHER
-        self._sent: list[Sent] = []
+        self._sent: list[VersionSent] = []
 
     def publish(self, version: int) -> None:
         """Returns when every engine has everything."""
@@ -144,7 +149,9 @@ class CollectiveSending:
                 self._group.share(whole)
                 num_bytes += whole.nbytes * (self._group.size - 1)
         ended = time.time()
-        sent = Sent(version=version, published_at=began, released_at=ended, committed_at=ended, num_bytes=num_bytes)
+        sent = VersionSent(
+            version=version, published_at=began, released_at=ended, committed_at=ended, num_bytes=num_bytes
+        )
         self._sent.append(sent)
 
     def publish_again(self) -> None:
@@ -153,7 +160,7 @@ class CollectiveSending:
     def wait_released(self) -> None:
         """Nothing is under way."""
 
-    def reports(self, *, wait: bool = False) -> list[Sent]:
+    def reports(self, *, wait: bool = False) -> list[VersionSent]:
         """Versions that were sent."""
         del wait
         sent, self._sent = self._sent, []
@@ -213,7 +220,7 @@ class CollectiveReceiving:
     """Takes part in broadcasts, between two jobs."""
 
     def __init__(
-        self, model: EngineModel, shapes: dict[str, tuple[int, ...]], dtype: torch.dtype, group: Group
+        self, model: EngineModel, shapes: dict[str, tuple[int, ...]], dtype: torch.dtype, group: ProcessGroup
     ) -> None:
         self._model, self._group = model, group
         device = model.embed.weight.device

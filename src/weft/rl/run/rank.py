@@ -11,11 +11,11 @@ import os
 import torch
 
 from weft.errors import WeftError
-from weft.rl.run.engine import Engine
+from weft.rl.run.engine import LoopEngine
 from weft.rl.run.links import Conversation, Links
-from weft.rl.run.messages import Failed
+from weft.rl.run.messages import MemberFailed
 from weft.rl.run.methods import use_plugins
-from weft.rl.run.trainer import Trainer
+from weft.rl.run.trainer import LoopTrainer
 from weft.rl.settings import LoopSettings
 
 LAST_WORDS_S = 5.0
@@ -28,16 +28,16 @@ def run_rank(settings: LoopSettings, links: Links, *, rank: int, local_rank: int
     use_plugins(settings)
     is_trainer = rank < settings.num_trainers
     name = f"trainer {rank}" if is_trainer else f"engine {rank - settings.num_trainers}"
-    member: Trainer | Engine | None = None
+    member: LoopTrainer | LoopEngine | None = None
     try:
         if is_trainer:
-            member = Trainer(settings, links, rank=rank, local_rank=local_rank)
+            member = LoopTrainer(settings, links, rank=rank, local_rank=local_rank)
         else:
-            member = Engine(settings, links, rank=rank - settings.num_trainers, local_rank=local_rank)
+            member = LoopEngine(settings, links, rank=rank - settings.num_trainers, local_rank=local_rank)
         member.run()
     except Exception as error:
         reason = f"{type(error).__name__}: {error}"
         with contextlib.suppress(WeftError), Conversation(links, name, LAST_WORDS_S) as talk:
-            talk.ask(Failed(member=name, reason=reason))
+            talk.ask(MemberFailed(member=name, reason=reason))
         raise
     member.close()

@@ -28,7 +28,7 @@ class Iteration:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Version:
+class VersionRecord:
     """One version's way to the engines; times since the run began."""
 
     number: int
@@ -68,7 +68,7 @@ class Record:
     began: float = field(default_factory=time.time)
     ended_s: float = 0.0
     iterations: list[Iteration] = field(default_factory=list)
-    versions: list[Version] = field(default_factory=list)
+    versions: list[VersionRecord] = field(default_factory=list)
     commits: list[Commit] = field(default_factory=list)
     samples_of: dict[int, int] = field(default_factory=dict)
     """Engine → samples it made."""
@@ -86,7 +86,7 @@ class Record:
         return at - self.began
 
     @property
-    def committed(self) -> list[Version]:
+    def committed(self) -> list[VersionRecord]:
         """Versions that reached the engines."""
         return [version for version in self.versions if not version.reason]
 

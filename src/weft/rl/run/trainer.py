@@ -27,9 +27,9 @@ from weft.rl.learn.optimizer import MasterAdamW
 from weft.rl.learn.tasks import load_task
 from weft.rl.model.architecture import load_architecture
 from weft.rl.model.policy import Actor, build_actor, layers_of
-from weft.rl.run.links import Conversation, Group, Links, device_of
-from weft.rl.run.messages import Again, Batch, Done, Hello, Offer, Samples, Stop, Take, Trained, unpack
-from weft.rl.run.methods import CollectiveSending, Sending, WeftSending, full_tensors
+from weft.rl.run.links import Conversation, Links, ProcessGroup, device_of
+from weft.rl.run.messages import Again, BroadcastOffer, Done, Hello, SampleBatch, Samples, Stop, Take, Trained, unpack
+from weft.rl.run.methods import CollectiveSending, SendingMethod, WeftSending, full_tensors
 from weft.rl.run.verification import Expected
 from weft.rl.settings import LoopSettings, Method, Precision, Wrapping
 
@@ -37,7 +37,7 @@ AGAIN_S = 0.2
 """Before a version that was given up is sent again."""
 
 
-class Trainer:
+class LoopTrainer:
     """One rank; `run` returns when all iterations are done."""
 
     def __init__(self, settings: LoopSettings, links: Links, *, rank: int, local_rank: int) -> None:
@@ -61,7 +61,7 @@ class Trainer:
         self._expected = Expected(links.run_dir) if settings.check_bits else None
         self._rng = torch.Generator().manual_seed(settings.seed * 1000 + rank)
 
-    def _make_sending(self, links: Links) -> Sending:
+    def _make_sending(self, links: Links) -> SendingMethod:
         settings = self.settings
         if settings.method is Method.WEFT:
             return WeftSending(settings, links, self._policy, self.rank)
@@ -69,9 +69,9 @@ class Trainer:
         if self.rank == 0:
             store = links.store("transfer", settings)
             size = 1 + settings.num_engine_ranks
-            group = Group(store, 0, size, timeout_s=settings.timeout_s, device=self._device)
+            group = ProcessGroup(store, 0, size, timeout_s=settings.timeout_s, device=self._device)
         return CollectiveSending(
-            settings, self._policy, self.rank, group, lambda version: self._talk.say(Offer(version=version))
+            settings, self._policy, self.rank, group, lambda version: self._talk.say(BroadcastOffer(version=version))
         )
 
     def run(self) -> None:
@@ -122,7 +122,7 @@ class Trainer:
         self._talk.say(Take(rank=self.rank, iteration=self._iteration))
         while True:
             match self._talk.listen(meanwhile=self._report):
-                case Batch(iteration=iteration, samples=samples) if iteration == self._iteration:
+                case SampleBatch(iteration=iteration, samples=samples) if iteration == self._iteration:
                     return samples
                 case Again():
                     time.sleep(AGAIN_S)

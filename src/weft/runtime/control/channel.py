@@ -46,8 +46,8 @@ from weft.runtime.control.fragments import (
     Assembly,
     FragmentError,
     Frame,
+    FrameKind,
     GapError,
-    Kind,
     cut,
     pack_frame,
     parse,
@@ -133,7 +133,7 @@ def parse_member(member: str) -> tuple[str, int] | None:
 
 
 @dataclass(slots=True, kw_only=True)
-class _Peer:
+class _Admitted:
     """A connection that was admitted."""
 
     key: str
@@ -193,13 +193,13 @@ class Server:
         self._decoder = msgspec.msgpack.Decoder(messages)
         self._encoder = msgspec.msgpack.Encoder()
         self._statistics = ChannelStatistics()
-        self._peers: dict[str, _Peer] = {}
+        self._peers: dict[str, _Admitted] = {}
         self._connections: dict[str, deque[str]] = {}
         """Member → its admitted connections, oldest first."""
         self._blocked: set[str] = set()
         """Connections with a backlog."""
         self._flushed_at, self._checked_keys_at, self._tidied_at = 0.0, 0.0, 0.0
-        self._answered: OrderedDict[tuple[str, Kind], float] = OrderedDict()
+        self._answered: OrderedDict[tuple[str, FrameKind], float] = OrderedDict()
         """When a stranger got an answer of this kind last, oldest first."""
         self._alarm = Alarm()
         self._context, self._owns_context = context or zmq.Context(), context is None
@@ -280,7 +280,7 @@ class Server:
         """Read one ZeroMQ message; None unless it completes a message of an admitted peer."""
         sender, data, key = self._read()
         frame = parse(data) if data is not None else None
-        if frame is not None and frame.kind is Kind.HELLO:
+        if frame is not None and frame.kind is FrameKind.HELLO:
             self._hear(sender, frame, key)
             return None
         peer = self._peers.get(sender)
@@ -288,7 +288,7 @@ class Server:
             return self._message(sender, peer, frame)
         self._statistics.num_malformed += 1
         if frame is not None:
-            self._answer(sender, Kind.WHO, frame.greeting)
+            self._answer(sender, FrameKind.WHO, frame.greeting)
         return None
 
     def _read(self) -> tuple[str, bytes | None, str]:
@@ -304,16 +304,16 @@ class Server:
             return "", None, ""
         return name.decode("ascii"), parts[0] if len(parts) == 1 else None, key
 
-    def _message(self, sender: str, peer: _Peer, frame: Frame | None) -> Received | None:
+    def _message(self, sender: str, peer: _Admitted, frame: Frame | None) -> Received | None:
         peer.heard_at = time.monotonic()
         try:
-            if frame is None or frame.kind is not Kind.DATA or frame.protocol != self._protocol:
+            if frame is None or frame.kind is not FrameKind.DATA or frame.protocol != self._protocol:
                 raise FragmentError("a frame is not part of a message")
             whole = peer.inbound.take(frame)
             message = self._decoder.decode(whole) if whole is not None else None
         except GapError:  # the connection was cut in between: the member must know that something was lost
             self.forget(sender)
-            self._answer(sender, Kind.WHO, peer.greeting)
+            self._answer(sender, FrameKind.WHO, peer.greeting)
             return None
         except FragmentError as error:
             self._statistics.num_malformed += 1
@@ -330,28 +330,28 @@ class Server:
         refusal = self._refusal(member, hello.protocol, key)
         if refusal is None:
             inbound = Assembly(self._max_message_bytes)
-            peer = _Peer(key=key, greeting=hello.greeting, inbound=inbound, heard_at=time.monotonic())
+            peer = _Admitted(key=key, greeting=hello.greeting, inbound=inbound, heard_at=time.monotonic())
             self._admit(sender, member, peer)
         else:
             kind, reason, hint = refusal
             self._answer(sender, kind, hello.greeting, f"{reason}\0{hint}".encode()[:MAX_REASON_BYTES])
 
-    def _refusal(self, member: str, protocol: int, key: str) -> tuple[Kind, str, str] | None:
+    def _refusal(self, member: str, protocol: int, key: str) -> tuple[FrameKind, str, str] | None:
         """Why a member is not admitted, with a hint; None if it is."""
         if protocol != self._protocol:
             reason = f"it speaks protocol {protocol}, the other side protocol {self._protocol}"
-            return Kind.REFUSED, reason, "install the same version of weft on both sides"
+            return FrameKind.REFUSED, reason, "install the same version of weft on both sides"
         if self._allowed is not None:
             named = parse_member(member)
             reason = "its name has no side and rank" if named is None else self._allowed.objection(key, *named) or ""
             if reason:
-                return Kind.DENIED, reason, "see `weft keys`; a controller notices changes in its folder of keys"
+                return FrameKind.DENIED, reason, "see `weft keys`; a controller notices changes in its folder of keys"
         objection = self._objection(member)
         if objection is not None:
-            return Kind.REFUSED, objection, "check ranks, and how many members the controller was started for"
+            return FrameKind.REFUSED, objection, "check ranks, and how many members the controller was started for"
         return None
 
-    def _admit(self, sender: str, member: str, peer: _Peer) -> None:
+    def _admit(self, sender: str, member: str, peer: _Admitted) -> None:
         """From now on messages of this peer count."""
         mine = self._connections.setdefault(member, deque())
         if len(mine) >= MAX_CONNECTIONS_PER_MEMBER:
@@ -369,7 +369,7 @@ class Server:
         if not self._connections[member]:
             del self._connections[member]
 
-    def _answer(self, stranger: str, kind: Kind, greeting: int, payload: bytes = b"") -> None:
+    def _answer(self, stranger: str, kind: FrameKind, greeting: int, payload: bytes = b"") -> None:
         """A small answer to a peer that is not admitted: not too often, and dropped if it does not fit."""
         now, answer = time.monotonic(), (stranger, kind)
         if not self._has_room_for_an_answer(now) or answer in self._answered:
@@ -402,7 +402,7 @@ class Server:
         self._statistics.num_sent += 1
         return True
 
-    def _keep(self, connection: str, peer: _Peer, frame: bytes) -> None:
+    def _keep(self, connection: str, peer: _Admitted, frame: bytes) -> None:
         """Send a frame later."""
         if not peer.backlog:
             self._blocked.add(connection)
@@ -410,7 +410,7 @@ class Server:
         peer.backlog.append(frame)
         peer.backlog_bytes += len(frame)
 
-    def _push(self, connection: str, peer: _Peer) -> None:
+    def _push(self, connection: str, peer: _Admitted) -> None:
         """Hand a backlog to ZeroMQ as far as it fits; that of a peer that is gone is dropped."""
         while peer.backlog:
             posted = self._post(connection, peer.backlog[0])
@@ -617,7 +617,7 @@ class Client:
         self._next_number, self._inbound = 0, Assembly(self._max_message_bytes)
         self._backlog.clear()
         self._backlog_bytes = 0
-        self._queue([pack_frame(Kind.HELLO, protocol=self._protocol, greeting=self._greeting)])
+        self._queue([pack_frame(FrameKind.HELLO, protocol=self._protocol, greeting=self._greeting)])
 
     def receive(self, timeout_s: float) -> Any | None:
         """The next message, or None when there is none in time or `wake` was called.
@@ -660,12 +660,12 @@ class Client:
         if frame.greeting != self._greeting:
             return None  # an answer to what is over
         match frame.kind:
-            case Kind.WHO:
+            case FrameKind.WHO:
                 self._greet()
                 return Reset()
-            case Kind.REFUSED | Kind.DENIED:
+            case FrameKind.REFUSED | FrameKind.DENIED:
                 self._raise_refusal(frame)
-            case Kind.DATA:
+            case FrameKind.DATA:
                 return self._decode(frame)
         return None
 
@@ -681,7 +681,7 @@ class Client:
 
     def _raise_refusal(self, frame: Frame) -> None:
         reason, _, hint = frame.payload.decode(errors="replace").partition("\0")
-        kind = AuthError if frame.kind is Kind.DENIED else ProtocolError
+        kind = AuthError if frame.kind is FrameKind.DENIED else ProtocolError
         raise kind(f"{self._server} refused {self.member}: {reason}", hint=hint or None)
 
     def _see(self, event: Any) -> None:

@@ -15,12 +15,12 @@ Int64s = NDArray[np.int64]
 MAX_NUMBERS = 1 << 28
 
 
-class _Table(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class _PackedColumns(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     shapes: dict[str, tuple[int, ...]]
     data: bytes
 
 
-_decoder = msgspec.msgpack.Decoder(_Table)
+_decoder = msgspec.msgpack.Decoder(_PackedColumns)
 
 
 def squeeze(columns: Mapping[str, NDArray[np.integer]]) -> bytes:
@@ -28,7 +28,7 @@ def squeeze(columns: Mapping[str, NDArray[np.integer]]) -> bytes:
     shapes = {name: column.shape for name, column in columns.items()}
     parts = [_differences(column.astype("<i8").reshape(-1, order="F")) for column in columns.values()]
     joined = np.concatenate(parts) if parts else np.zeros(0, dtype="<i8")
-    return msgspec.msgpack.encode(_Table(shapes, zlib.compress(joined.tobytes(), 1)))
+    return msgspec.msgpack.encode(_PackedColumns(shapes, zlib.compress(joined.tobytes(), 1)))
 
 
 def expand(data: bytes, names: Sequence[str], *, max_numbers: int = MAX_NUMBERS) -> dict[str, Int64s]:

@@ -33,7 +33,7 @@ MAX_FRAME_BYTES = HEADER.size + FRAGMENT_BYTES + CURVE_BYTES
 _WRAP = 1 << 32
 
 
-class Kind(IntEnum):
+class FrameKind(IntEnum):
     """What a frame is."""
 
     HELLO = 1
@@ -43,13 +43,13 @@ class Kind(IntEnum):
     DATA = 5
 
 
-_KINDS = {int(kind): kind for kind in Kind}
+_KINDS = {int(kind): kind for kind in FrameKind}
 
 
 class Frame(NamedTuple):
     """A frame, as parsed."""
 
-    kind: Kind
+    kind: FrameKind
     protocol: int
     greeting: int
     number: int
@@ -65,7 +65,7 @@ class FragmentError(Exception):
     """A fragment contradicts the one before, or its message is too long."""
 
 
-def pack_frame(kind: Kind, *, protocol: int, greeting: int, payload: bytes = b"") -> bytes:
+def pack_frame(kind: FrameKind, *, protocol: int, greeting: int, payload: bytes = b"") -> bytes:
     """A frame that is not part of a message, as sent."""
     return HEADER.pack(MAGIC, kind, protocol, greeting, 0, 0) + payload
 
@@ -84,13 +84,13 @@ def parse(data: bytes) -> Frame | None:
 def cut(message: bytes, *, protocol: int, greeting: int, first: int) -> list[bytes]:
     """A message as DATA frames, numbered from `first`."""
     if len(message) <= FRAGMENT_BYTES:
-        return [HEADER.pack(MAGIC, Kind.DATA, protocol, greeting, first % _WRAP, 0) + message]
+        return [HEADER.pack(MAGIC, FrameKind.DATA, protocol, greeting, first % _WRAP, 0) + message]
     view = memoryview(message)
     frames = []
     for number, begin in enumerate(range(0, len(message), FRAGMENT_BYTES), first):
         payload = view[begin : begin + FRAGMENT_BYTES]
         left = len(message) - begin - len(payload)
-        frames.append(b"".join((HEADER.pack(MAGIC, Kind.DATA, protocol, greeting, number % _WRAP, left), payload)))
+        frames.append(b"".join((HEADER.pack(MAGIC, FrameKind.DATA, protocol, greeting, number % _WRAP, left), payload)))
     return frames
 
 

@@ -127,7 +127,7 @@ def tag_of(version: int, *, whole: bool) -> int:
     return 2 * version + (2 if whole else 1)
 
 
-class Part(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class WriteReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """What one trainer wrote to one engine rank."""
 
     trainer: int
@@ -149,7 +149,7 @@ class Written(_Message, frozen=True):
     """A trainer has written all it owes for a version, except to engine ranks it could not write to."""
 
     version: int
-    parts: list[Part]
+    parts: list[WriteReport]
     losses: list[Loss]
     whole: list[int] = []
     """Engine ranks that patches were not made for, or are too long for: they need the version whole."""
@@ -279,7 +279,7 @@ class CutOff(_Message, frozen=True):
     incarnations: list[int]
 
 
-class Target(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class EngineTarget(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """What one trainer sends to one engine rank."""
 
     engine: int
@@ -301,7 +301,7 @@ class SendPlan(_Message, frozen=True):
     """A trainer's part of the plan."""
 
     plan_digest: str
-    targets: list[Target]
+    targets: list[EngineTarget]
     grids: bytes = b""
     """Matrices of which a trainer sends something as FP8: a table of weft.runtime.compile.grids."""
     roles: bytes = b""
@@ -312,7 +312,7 @@ class SendPlan(_Message, frozen=True):
     """Trainers that hold parts of the same FP8 blocks, and that this one connects to."""
 
 
-class Source(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class TrainerSource(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """What one engine rank gets from one trainer."""
 
     trainer: int
@@ -333,7 +333,7 @@ class ReceivePlan(_Message, frozen=True):
     """An engine rank's part of the plan."""
 
     plan_digest: str
-    sources: list[Source]
+    sources: list[TrainerSource]
 
 
 class Expect(_Message, frozen=True):
@@ -359,7 +359,7 @@ class Verify(_Message, frozen=True):
     """All trainers have written a version; this is what an engine rank should hold."""
 
     version: int
-    parts: list[Part]
+    parts: list[WriteReport]
 
 
 class Boundary(_Message, frozen=True):

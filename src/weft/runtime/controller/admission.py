@@ -19,7 +19,7 @@ from weft.core.geometry.fingerprint import by_appearance, distinct_rows
 from weft.core.layout import DTYPE_BYTES, MAX_DIMS, MAX_ELEMENTS, MAX_TENSOR_DIM, Shard, shard_problem
 from weft.core.version import MAX_FIRST, MAX_STEP, MAX_VERSION
 from weft.errors import LayoutError, ProtocolError
-from weft.runtime.compile.parts import Opening
+from weft.runtime.compile.member_plans import Opening
 from weft.runtime.control.channel import is_address
 from weft.runtime.control.held import HeldTable
 from weft.runtime.control.keys import is_key

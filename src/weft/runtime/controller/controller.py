@@ -33,7 +33,7 @@ from weft.core.plans.plan import Plan
 from weft.core.topology import Cluster
 from weft.core.version import CommitPolicy, Decision, VersionLedger
 from weft.errors import ConfigError, LayoutError, PlanError, ProtocolError, VersionError, WeftError
-from weft.runtime.compile.parts import Parts
+from weft.runtime.compile.member_plans import MemberPlans
 from weft.runtime.control.channel import BURST_SPIN_S, SPIN_S, Invalid, Server
 from weft.runtime.control.messages import (
     PROTOCOL,
@@ -54,7 +54,6 @@ from weft.runtime.control.messages import (
     Leave,
     Open,
     Opened,
-    Part,
     Paused,
     Ready,
     Refused,
@@ -65,6 +64,7 @@ from weft.runtime.control.messages import (
     Want,
     Welcome,
     Writer,
+    WriteReport,
     Written,
 )
 from weft.runtime.control.security import Security, server_keys
@@ -161,7 +161,7 @@ class Controller:
         engines = dict.fromkeys(range(num_engine_ranks // ranks_per_engine), ranks_per_engine)
         self._ledger = VersionLedger(num_trainers=num_trainers, engines=engines, policy=commit_policy, quorum=quorum)
         self._needed_engines = len(engines) if commit_policy is CommitPolicy.ALL else quorum
-        self._who = Membership(
+        self._membership = Membership(
             num_trainers=num_trainers, num_engine_ranks=num_engine_ranks, ranks_per_engine=ranks_per_engine
         )
         self._settings = settings or TransferSettings()
@@ -177,7 +177,7 @@ class Controller:
         self._links: dict[tuple[int, int], Choice] = {}
         self._plan: Plan | None = None
         self._plan_digest = ""
-        self._parts: Parts | None = None
+        self._parts: MemberPlans | None = None
         self._must_plan = False
         self._next_look = 0.0
         self._status = ""
@@ -206,7 +206,7 @@ class Controller:
         self._stop = threading.Event()
         keys = server_keys(security)
         self._server = Server(
-            address, messages=ToController, protocol=PROTOCOL, objection=self._who.objection, keys=keys
+            address, messages=ToController, protocol=PROTOCOL, objection=self._membership.objection, keys=keys
         )
         self.address = self._server.address
         self._planner = Planner(planning, self._settings, ranks_per_engine=ranks_per_engine, wake=self._server.wake)
@@ -223,8 +223,8 @@ class Controller:
         links = Counter(f"{choice.transport} ({choice.reason})" for choice in self._links.copy().values())
         plan = self._plan
         return ControllerStatistics(
-            members=tuple(sorted(self._who.members.copy())),
-            lost=dict(self._who.lost),
+            members=tuple(sorted(self._membership.members.copy())),
+            lost=dict(self._membership.lost),
             links=dict(links),
             plan_digest=self._plan_digest,
             bytes_per_version=plan.total_bytes if plan is not None else 0,
@@ -276,7 +276,7 @@ class Controller:
 
     def _send(self, member: str, message: Any) -> None:
         """To a member, if it is there."""
-        known = self._who.members.get(member)
+        known = self._membership.members.get(member)
         if known is None:
             return
         try:
@@ -299,7 +299,7 @@ class Controller:
         if isinstance(message, Join):
             self._join(connection, message)
             return
-        member, known = self._who.name_of(connection), self._who.behind(connection)
+        member, known = self._membership.name_of(connection), self._membership.behind(connection)
         if known is None:
             if not isinstance(message, Leave):
                 self._turn_out(connection, member)
@@ -319,11 +319,11 @@ class Controller:
 
     def _turn_out(self, connection: str, member: str) -> None:
         """Answer a process that is no member: one that was replaced must end, others may join again."""
-        if member in self._who.members:
+        if member in self._membership.members:
             reason = f"another process has joined as {member}"
             self._server.send(connection, Refused(reason=reason, hint="every rank is one process"))
         else:
-            stalled = self._who.lost.get(member, "") if member in self._stalled else ""
+            stalled = self._membership.lost.get(member, "") if member in self._stalled else ""
             self._server.send(connection, Unknown(controller=self._name, stalled=stalled))
 
     def _report(self, member: str, known: Member, message: Any) -> None:
@@ -349,7 +349,7 @@ class Controller:
             case Want(version=version):
                 self._ledger.check_number(version)
                 self._wants[rank] = version
-                self._let_go()
+                self._answer_trainers()
             case Written():
                 self._written(rank, message)
             case Stopped():
@@ -359,8 +359,8 @@ class Controller:
         rank = known.join.rank
         match message:
             case Blocked(round=number, reason=reason):
-                known.blocked = reason if number == self._who.round else ""
-                self._let_go()
+                known.blocked = reason if number == self._membership.round else ""
+                self._answer_trainers()
             case At(version=version, step=step):
                 self._check_known(member, version, "is at a step of")
                 check_step(step)
@@ -377,7 +377,7 @@ class Controller:
     def _check_known(self, member: str, version: int, what: str) -> None:
         """Raise if a member speaks of a version that nobody has published, and that it did not join with."""
         newest = self._transfer.version if self._transfer is not None else -1
-        told = claim(self._who.members[member].join)
+        told = claim(self._membership.members[member].join)
         if not 0 <= version <= max(newest, self._ledger.last_decided, -1 if told is None else told):
             raise ProtocolError(f"{member} {what} version {version}, which was not published")
 
@@ -385,15 +385,15 @@ class Controller:
         """End a connection; the member behind it, if there is one, is lost."""
         self._server.send(connection, Refused(reason=f"it {how}"))
         self._server.forget(connection)
-        if self._who.behind(connection) is not None:
-            self._lose(self._who.name_of(connection), how, is_settled=False)
+        if self._membership.behind(connection) is not None:
+            self._lose(self._membership.name_of(connection), how, is_settled=False)
 
     def _revoke(self, connection: str, reason: str) -> None:
         """A member has lost its right to take part: engines close what a trainer could write to, at once."""
-        known = self._who.behind(connection)
+        known = self._membership.behind(connection)
         self._expel(connection, f"was refused: {reason}")
         if known is not None and known.join.side == "trainer":
-            for engine in self._who.joins("engine"):
+            for engine in self._membership.joins("engine"):
                 self._send(f"engine {engine}", CutOff(incarnations=[known.incarnation]))
 
     def _look_at_clocks(self) -> None:
@@ -401,7 +401,7 @@ class Controller:
         if time.monotonic() < self._next_look:
             return
         self._next_look = time.monotonic() + POLL_S
-        self._status = self._planner.status or self._who.obstacle
+        self._status = self._planner.status or self._membership.obstacle
         for connection in self._server.stuck(self._settings.silence_s):
             self._expel(connection, "does not read its messages")
         while self._unsendable:
@@ -409,7 +409,7 @@ class Controller:
             self._expel(connection, f"cannot be told its part: {reason}")
         for connection, reason in self._server.revoked().items():
             self._revoke(connection, reason)
-        for member, silent_s in self._who.silent_for(self._settings.silence_s).items():
+        for member, silent_s in self._membership.silent_for(self._settings.silence_s).items():
             self._lose(member, f"has been silent for {silent_s:.1f} s")
         self._drop_stalled()
         transfer = self._transfer
@@ -417,7 +417,7 @@ class Controller:
             transfer.has_bytes = True  # for all that is known
             self._tell_engines(transfer, transfer.aborted)
         if transfer is not None and not transfer.is_decided and time.monotonic() > transfer.deadline:
-            num_trainers, version_s = self._who.num["trainer"], self._settings.version_s
+            num_trainers, version_s = self._membership.num["trainer"], self._settings.version_s
             self._apply(self._ledger.timed_out(transfer.lateness(num_trainers=num_trainers, version_s=version_s)))
 
     def _drop_stalled(self) -> None:
@@ -432,14 +432,14 @@ class Controller:
             why = f"did not stand still for version {transfer.version} in {settings.pause_s:.1f} s"
             late |= dict.fromkeys(transfer.unpaused, why)
         for rank, why in late.items():
-            for other in self._who.ranks_of(rank // self._who.ranks_per_engine):
+            for other in self._membership.ranks_of(rank // self._membership.ranks_per_engine):
                 self._give_up_stalled(f"engine {other}", why if other == rank else f"is with {rank}, which {why}")
         if self._commits.ranks:  # perhaps they are waited for no longer
             self._finish()
-            self._let_go()
+            self._answer_trainers()
 
     def _give_up_stalled(self, member: str, why: str) -> None:
-        if member in self._who.members:
+        if member in self._membership.members:
             self._stalled.add(member)
             self._lose(member, why)
 
@@ -448,17 +448,17 @@ class Controller:
     def _join(self, connection: str, join: Join) -> None:
         member = f"{join.side} {join.rank}"
         try:
-            if member != self._who.name_of(connection):
-                raise ProtocolError(f"{self._who.name_of(connection)} wants to join as {member}")
+            if member != self._membership.name_of(connection):
+                raise ProtocolError(f"{self._membership.name_of(connection)} wants to join as {member}")
             check_join(join)
-            incarnation = self._who.incarnation_of(join)
+            incarnation = self._membership.incarnation_of(join)
         except WeftError as error:
             log.warning("%s: %s", member, error)
             self._server.send(connection, Refused(reason=str(error), hint=error.hint or ""))
             return
-        if member in self._who.members:
+        if member in self._membership.members:
             self._replace(member, connection)
-        self._who.add(connection, join, incarnation)
+        self._membership.add(connection, join, incarnation)
         self._stalled.discard(member)
         self._settled.discard(incarnation)
         self._abandoned.update(join.abandoned)
@@ -470,11 +470,11 @@ class Controller:
             controller=self._name,
             incarnation=incarnation,
             settings=self._settings,
-            ranks_per_engine=self._who.ranks_per_engine,
-            num_trainers=self._who.num["trainer"],
+            ranks_per_engine=self._membership.ranks_per_engine,
+            num_trainers=self._membership.num["trainer"],
         )
         self._send(member, welcome)
-        log.info("%s joined (%d of %d)", member, len(self._who.members), sum(self._who.num.values()))
+        log.info("%s joined (%d of %d)", member, len(self._membership.members), sum(self._membership.num.values()))
         self._plan_again()
         self._plan_if_possible()
 
@@ -485,21 +485,21 @@ class Controller:
 
     def _replace(self, member: str, connection: str) -> None:
         """A member joins anew: the same process again, or a newer one in its place."""
-        old = self._who.members[member].connection
+        old = self._membership.members[member].connection
         self._lose(member, "joined anew")
         if old != connection:
             self._server.send(old, Refused(reason=f"another process has joined as {member}"))
 
     def _plan_if_possible(self) -> None:
         """When all members are there and no version is under way: let them open transports, for a new plan."""
-        if not self._must_plan or not self._who.is_complete:
+        if not self._must_plan or not self._membership.is_complete:
             return
         self._retire()
         if self._transfer is not None or not self._rebuild():
             return
         self._must_plan = False
-        self._who.begin_round()
-        self._planner.plan(self._who.joins("trainer"), self._who.joins("engine"))
+        self._membership.begin_round()
+        self._planner.plan(self._membership.joins("trainer"), self._membership.joins("engine"))
 
     def _take_planned_safely(self) -> None:
         """A plan that breaks something of ours costs members this round, not the controller."""
@@ -527,14 +527,14 @@ class Controller:
         self._plan, self._plan_digest, self._parts = planned.plan, planned.digest, planned.parts
         self._links, self._planned_at = planned.links, time.monotonic()
         self._plan_s = planned.plan_s
-        self._who.use(planned.links)
-        for member, known in self._who.members.items():
+        self._membership.use(planned.links)
+        for member, known in self._membership.members.items():
             transports = sorted(set(known.transports.values()))
             asking = planned.parts.asking(known.join.rank) if known.join.side == "trainer" else None
-            message = Open(round=self._who.round, transports=transports, asking=self._asking(asking))
+            message = Open(round=self._membership.round, transports=transports, asking=self._asking(asking))
             if known.join.side == "engine":
                 message = Open(
-                    round=self._who.round,
+                    round=self._membership.round,
                     transports=transports,
                     writers=self._writers_of(known),
                     settled=sorted(self._settled),
@@ -548,7 +548,7 @@ class Controller:
         """Trainers that will ask another, and the keys they are known by."""
         if trainers is None:
             return None
-        connections = {trainer: self._who.members[f"trainer {trainer}"].connection for trainer in trainers}
+        connections = {trainer: self._membership.members[f"trainer {trainer}"].connection for trainer in trainers}
         return [Asking(trainer=trainer, key=self._server.key_of(at)) for trainer, at in connections.items()]
 
     def _writers_of(self, engine: Member) -> list[Writer]:
@@ -561,12 +561,12 @@ class Controller:
                 place=known.join.place,
                 transport=engine.transports[known.join.rank],
             )
-            for known in self._who.members.values()
+            for known in self._membership.members.values()
             if known.join.side == "trainer"
         ]
 
     def _opened(self, known: Member, message: Opened) -> None:
-        if message.round != self._who.round or self._planner.is_busy:
+        if message.round != self._membership.round or self._planner.is_busy:
             return  # it belongs to an earlier round, or nobody has asked for it
         assert self._parts is not None
         needed = self._parts.opening(known.join.rank) if known.join.side == "engine" else None
@@ -574,13 +574,13 @@ class Controller:
         if known.join.side == "trainer":
             is_asked, has_keys = bool(self._parts.asking(known.join.rank)), self._server.has_keys
             check_magnitudes(known.join.rank, message, is_asked=is_asked, has_keys=has_keys)
-        self._who.open(known, message)
-        if self._who.has_opened:
-            self._planner.ship(self._parts, self._who.opened("trainer"), self._who.opened("engine"))
+        self._membership.open(known, message)
+        if self._membership.has_opened:
+            self._planner.ship(self._parts, self._membership.opened("trainer"), self._membership.opened("engine"))
 
     def _begin_round(self) -> None:
         """All members have opened, and were sent their parts of the plan."""
-        who, plan = self._who, self._plan
+        who, plan = self._membership, self._plan
         assert plan is not None
         self._planned_round = who.round
         self._ship_s = time.monotonic() - self._planned_at
@@ -592,7 +592,7 @@ class Controller:
             log.info("%d links: %s", count, link)
         for line in who.hosts():
             log.info("%s", line)
-        self._let_go()
+        self._answer_trainers()
 
     def _refuse_misfits(self, error: WeftError) -> None:
         """Members do not fit together: those that differ from the others have to go; all, where that is not known."""
@@ -605,11 +605,11 @@ class Controller:
     def _refuse_all(self, error: WeftError) -> None:
         """Both sides hear why they do not fit. Engines serve on, and may wait for other trainers."""
         log.error("no plan: %s", error)
-        for member, known in self._who.members.items():
+        for member, known in self._membership.members.items():
             may_return = known.join.side == "engine"
             self._send(member, Refused(reason=str(error), hint=error.hint or "", may_return=may_return))
             self._settled.add(known.incarnation)  # no version is under way
-        self._who.remove_all()
+        self._membership.remove_all()
         self._planner.give_up()
         self._wants.clear()
         self._commits.clear()  # who joins again says what it has not committed
@@ -622,14 +622,14 @@ class Controller:
         """
         if self._is_rebuilt:
             return True
-        joins = {member: known.join for member, known in self._who.members.items()}
+        joins = {member: known.join for member, known in self._membership.members.items()}
         liars = unbelievable(joins)
         for member, what in liars.items():
             self._refuse(member, ProtocolError(what))
         if liars:
             return False
         self._is_rebuilt = True
-        engines = self._who.joins("engine")
+        engines = self._membership.joins("engine")
         known = [version for join in engines.values() for version in (join.last, join.pending) if version is not None]
         committed = max(known, default=None)
         told = [version for join in joins.values() for version in (join.last, join.seen) if version is not None]
@@ -645,7 +645,7 @@ class Controller:
 
         `is_settled`: whether a trainer that was not told to write is known not to.
         """
-        known = self._who.remove(member, how)
+        known = self._membership.remove(member, how)
         if known is None:
             return
         log.warning("%s %s", member, how)
@@ -662,12 +662,12 @@ class Controller:
         else:
             self._commits.forget(rank)
             if transfer is not None:
-                transfer.drop(self._who.ranks_of(rank // self._who.ranks_per_engine))
+                transfer.drop(self._membership.ranks_of(rank // self._membership.ranks_per_engine))
         self._apply(self._fail(known.join, how))
         if self._transfer is not None:
             self._send_writers(self._transfer)
         self._finish()
-        self._let_go()
+        self._answer_trainers()
 
     # Versions
 
@@ -680,7 +680,7 @@ class Controller:
             self._transfer = None
             self._server.spin_s = SPIN_S
 
-    def _let_go(self) -> None:
+    def _answer_trainers(self) -> None:
         """Answer trainers that want to write, if the last version is out of the way."""
         self._retire()
         self._plan_if_possible()
@@ -700,14 +700,14 @@ class Controller:
 
     def _can_transfer(self) -> bool:
         """Whether every trainer, and enough engines, have their part of the plan that is in force."""
-        planned = self._plan is not None and self._planned_round == self._who.round
-        trainers = len(self._who.open_ranks("trainer")) == self._who.num["trainer"]
+        planned = self._plan is not None and self._planned_round == self._membership.round
+        trainers = len(self._membership.open_ranks("trainer")) == self._membership.num["trainer"]
         return planned and trainers and len(self._free_engines()) >= self._needed_engines
 
     def _free_engines(self) -> list[int]:
         """Engines that can take a version: all their ranks are there, open, and have committed the one before."""
-        owing = {rank // self._who.ranks_per_engine for rank in self._commits.ranks}
-        return [engine for engine in self._who.live_engines() if engine not in owing]
+        owing = {rank // self._membership.ranks_per_engine for rank in self._commits.ranks}
+        return [engine for engine in self._membership.live_engines() if engine not in owing]
 
     def _waits_for_commits(self) -> bool:
         """Whether the next version waits for engines that have not committed the last one.
@@ -723,7 +723,7 @@ class Controller:
         """A trainer's turn: open the version, or join the others that write it."""
         try:
             if self._transfer is None:
-                self._ledger.take_part(self._free_engines(), num_ranks=self._who.ranks_per_engine)
+                self._ledger.take_part(self._free_engines(), num_ranks=self._membership.ranks_per_engine)
             self._ledger.publish(trainer=trainer, version=version)
         except VersionError as error:
             self._send(f"trainer {trainer}", Decide(version=version, commit=False, reason=str(error)))
@@ -735,7 +735,7 @@ class Controller:
         self._send_writers(self._transfer)
 
     def _begin(self, version: int) -> None:
-        ranks = {rank for engine in self._free_engines() for rank in self._who.ranks_of(engine)}
+        ranks = {rank for engine in self._free_engines() for rank in self._membership.ranks_of(engine)}
         now = time.monotonic()
         self._transfer = Transfer(
             version=version,
@@ -764,7 +764,9 @@ class Controller:
 
     def _turn_away(self) -> None:
         """While a member is lost, or waits, no version can be written: say so at once, and for all trainers."""
-        obstacles = {member: f"{member} {how}" for member, how in self._who.lost.items()} | self._who.blocked
+        obstacles = {
+            member: f"{member} {how}" for member, how in self._membership.lost.items()
+        } | self._membership.blocked
         if not obstacles:
             return
         reason = ", ".join(obstacles[member] for member in sorted(obstacles))
@@ -776,7 +778,7 @@ class Controller:
     def _at(self, rank: int, version: int, step: int) -> None:
         """An engine rank says where it is; when all ranks of its engine have, they learn where to meet."""
         self._steps[rank] = version, step
-        ranks = self._who.ranks_of(rank // self._who.ranks_per_engine)
+        ranks = self._membership.ranks_of(rank // self._membership.ranks_per_engine)
         if all(self._steps.get(other, (None, 0))[0] == version for other in ranks):
             boundary = max(self._steps[other][1] for other in ranks) + STEPS_AHEAD
             for other in ranks:
@@ -803,7 +805,7 @@ class Controller:
         transfer.magnitude_bytes += message.magnitude_bytes
         if not transfer.is_decided:
             self._finish_writing(transfer, trainer, message)
-        self._let_go()
+        self._answer_trainers()
 
     def _finish_writing(self, transfer: Transfer, trainer: int, message: Written) -> None:
         """A trainer has written; engines it could not reach are lost, and the others verify when all have written."""
@@ -811,7 +813,7 @@ class Controller:
         for loss in message.losses:  # if it lives, it joins again
             self._lose(f"engine {loss.engine}", f"could not be written to by trainer {trainer}: {loss.reason}")
         for rank in message.whole:
-            transfer.whole.update(self._who.ranks_of(rank // self._who.ranks_per_engine))
+            transfer.whole.update(self._membership.ranks_of(rank // self._membership.ranks_per_engine))
         if not is_written or transfer.is_decided:
             return
         if transfer.whole & transfer.engines and not transfer.is_second_round:
@@ -848,7 +850,7 @@ class Controller:
         if not transfer.is_decided:
             log.warning("%s stopped writing version %d: %s", member, version, message.reason)
             self._apply(self._fail(join, message.reason))
-        self._let_go()
+        self._answer_trainers()
 
     def _verify(self, transfer: Transfer) -> None:
         """Everything is written: let engines look at it, or, where nobody wants that, take the writers' word."""
@@ -856,7 +858,7 @@ class Controller:
             for rank in sorted(transfer.engines):
                 self._apply(self._ready(rank, transfer.version))
             return
-        parts: dict[int, list[Part]] = {rank: [] for rank in transfer.engines}
+        parts: dict[int, list[WriteReport]] = {rank: [] for rank in transfer.engines}
         for part in transfer.parts:
             if part.engine in parts:
                 parts[part.engine].append(part)
@@ -865,7 +867,7 @@ class Controller:
 
     def _ready(self, rank: int, version: int) -> Decision | None:
         """An engine rank holds a version whole; what that decides, if anything."""
-        engine, number = divmod(rank, self._who.ranks_per_engine)
+        engine, number = divmod(rank, self._membership.ranks_per_engine)
         return self._ledger.ready(engine=engine, rank=number, version=version)
 
     def _takes_their_word(self, transfer: Transfer) -> bool:
@@ -875,7 +877,7 @@ class Controller:
             return False
         if parts.has_windows:
             return False  # what was written has to be drained
-        if self._needed_engines < self._who.num["engine"] // self._who.ranks_per_engine:
+        if self._needed_engines < self._membership.num["engine"] // self._membership.ranks_per_engine:
             return False  # with a quorum the first that are ready would leave the others behind
         return transfer.is_sent_whole(parts.wire_bytes)
 
@@ -889,18 +891,18 @@ class Controller:
         if transfer is None or transfer.version != version or transfer.is_decided:
             if join.side == "trainer" and self._wants.get(join.rank) == version:
                 del self._wants[join.rank]
-            self._let_go()  # the next version may have waited for this
+            self._answer_trainers()  # the next version may have waited for this
             return
         log.warning("%s failed version %d: %s", member, version, reason)
         if join.side == "trainer":  # one that writes says so when it has stopped
             transfer.waiting.discard(join.rank)
         self._apply(self._fail(join, reason))
-        self._let_go()
+        self._answer_trainers()
 
     def _fail(self, join: Join, reason: str) -> Decision | None:
         if join.side == "trainer":
             return self._ledger.trainer_failed(join.rank, reason)
-        return self._ledger.engine_failed(join.rank // self._who.ranks_per_engine, f"rank {join.rank}: {reason}")
+        return self._ledger.engine_failed(join.rank // self._membership.ranks_per_engine, f"rank {join.rank}: {reason}")
 
     def _engine_committed(self, rank: int, version: int) -> None:
         if not self._commits.done(rank, version):
@@ -908,7 +910,7 @@ class Controller:
         log.debug("engine %d serves version %d", rank, version)
         self._holds[rank] = version
         self._finish()
-        self._let_go()
+        self._answer_trainers()
 
     def _finish(self) -> None:
         """When every engine serves a version, trainers may know."""
@@ -920,7 +922,7 @@ class Controller:
         self._last_version_s = time.monotonic() - transfer.began
         self._last_wire_bytes, self._last_magnitude_bytes = transfer.wire_bytes, transfer.magnitude_bytes
         log.info("version %d is served everywhere (%.1f ms)", transfer.version, self._last_version_s * 1e3)
-        for rank in self._who.joins("trainer"):
+        for rank in self._membership.joins("trainer"):
             self._send(f"trainer {rank}", Decide(version=transfer.version, commit=True))
 
     def _apply(self, decision: Decision | None) -> None:
@@ -929,8 +931,8 @@ class Controller:
         if decision is None or transfer is None or transfer.version != decision.version:
             return
         transfer.is_decided, transfer.is_commit = True, decision.commit
-        commits = {rank for engine in decision.engines for rank in self._who.ranks_of(engine)}
-        told = commits & set(self._who.joins("engine"))
+        commits = {rank for engine in decision.engines for rank in self._membership.ranks_of(engine)}
+        told = commits & set(self._membership.joins("engine"))
         self._commits.owe(told, version=decision.version, since=time.monotonic())
         if decision.commit or not any(self._is_live(transfer, rank) for rank in transfer.engines):
             self._tell_engines(transfer, decision)
@@ -941,7 +943,7 @@ class Controller:
             self._finish()
         else:
             self._abort(decision)
-        self._let_go()
+        self._answer_trainers()
 
     def _is_live(self, transfer: Transfer, rank: int) -> bool:
         """Whether the version reaches the live weights of an engine rank before it is decided."""
@@ -951,8 +953,8 @@ class Controller:
     def _tell_engines(self, transfer: Transfer, decision: Decision) -> None:
         """What was decided, and whether those that do not commit hold something torn."""
         transfer.aborted = None
-        commits = {rank for engine in decision.engines for rank in self._who.ranks_of(engine)}
-        for rank in transfer.engines & set(self._who.joins("engine")):
+        commits = {rank for engine in decision.engines for rank in self._membership.ranks_of(engine)}
+        for rank in transfer.engines & set(self._membership.joins("engine")):
             message = Decide(version=decision.version, commit=True)
             if rank not in commits:
                 is_torn = transfer.has_bytes and rank in transfer.told and self._is_live(transfer, rank)
@@ -966,7 +968,7 @@ class Controller:
         self._counts["aborted"] += 1
         self._last_abort = decision.reason
         log.warning("version %d was aborted: %s", decision.version, decision.reason)
-        for rank in self._who.joins("trainer"):
+        for rank in self._membership.joins("trainer"):
             message = Decide(version=decision.version, commit=False, reason=decision.reason)
             self._send(f"trainer {rank}", message)
         self._wants = {rank: version for rank, version in self._wants.items() if version != decision.version}

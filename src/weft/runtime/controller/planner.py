@@ -31,7 +31,7 @@ import msgspec
 from weft.config import TransferSettings
 from weft.core.plans.plan import Plan
 from weft.errors import PlanError, WeftError
-from weft.runtime.compile.parts import Parts
+from weft.runtime.compile.member_plans import MemberPlans
 from weft.runtime.control.messages import Join, Opened, ReceivePlan, SendPlan
 from weft.runtime.controller.membership import choose_links
 from weft.runtime.controller.planning import Planning
@@ -49,7 +49,7 @@ class Planned:
     links: dict[tuple[int, int], Choice]
     plan: Plan
     digest: str
-    parts: Parts
+    parts: MemberPlans
     plan_s: float
     """How long it took to make."""
 
@@ -105,7 +105,7 @@ class Planner:
         num_shards = sum(len(join.held.table) for side in (trainers, engines) for join in side.values())
         self._begin(f"planning: {num_shards:,} shards", self._plan((trainers, engines)))
 
-    def ship(self, parts: Parts, trainers: Mapping[int, Opened], engines: Mapping[int, Opened]) -> None:
+    def ship(self, parts: MemberPlans, trainers: Mapping[int, Opened], engines: Mapping[int, Opened]) -> None:
         """Make the parts of all members, which have opened this."""
         self._begin(f"cutting the plan for {len(trainers) + len(engines)} members", _ship(parts, trainers, engines))
 
@@ -161,7 +161,7 @@ class Planner:
         links = choose_links(trainers, engines, self._settings)
         plan, digest = self._planning.plan(trainers, engines, ranks_per_engine=self._ranks_per_engine)
         transports = {link: choice.transport for link, choice in links.items()}
-        parts = Parts(plan, digest, joins, transports, self._settings)
+        parts = MemberPlans(plan, digest, joins, transports, self._settings)
         planned = Planned(links=links, plan=plan, digest=digest, parts=parts, plan_s=time.monotonic() - began)
         self._kept = key, planned
         self.num_plans += 1
@@ -192,7 +192,7 @@ def _next(job: Iterator[Result]) -> Result | None:
         return PlanError(f"{type(error).__name__} while planning: {error}")
 
 
-def _ship(parts: Parts, trainers: Mapping[int, Opened], engines: Mapping[int, Opened]) -> Iterator[Result]:
+def _ship(parts: MemberPlans, trainers: Mapping[int, Opened], engines: Mapping[int, Opened]) -> Iterator[Result]:
     """Parts in the order of ranks; engines first, which must know what comes."""
     for rank in engines:
         yield MemberPart(member=f"engine {rank}", message=parts.receive_plan(rank, trainers))

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from weft.core.version import Decision
-from weft.runtime.control.messages import Part
+from weft.runtime.control.messages import WriteReport
 
 
 @dataclass(slots=True)
@@ -30,7 +30,7 @@ class Transfer:
     """Trainers that were told to go and have not reported back."""
     finished: set[int] = field(default_factory=set)
     """Trainers that have written all they owe."""
-    parts: list[Part] = field(default_factory=list)
+    parts: list[WriteReport] = field(default_factory=list)
     magnitude_bytes: int = 0
     """What trainers told each other to agree on FP8 scales."""
     whole: set[int] = field(default_factory=set)

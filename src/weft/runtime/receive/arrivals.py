@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from weft.config import DigestPolicy
 from weft.devices import DeviceWork
 from weft.errors import IntegrityError
-from weft.runtime.control.messages import Part
+from weft.runtime.control.messages import WriteReport
 from weft.runtime.receive.landing import ArrivingChunk, ArrivingLink
 from weft.runtime.transports import OpenTransports
 
@@ -113,7 +113,7 @@ class Arrivals:
         """Whether some trainer waits for credits."""
         return any(progress.link.has_window for progress in self._progress)
 
-    def check(self, parts: Sequence[Part]) -> None:
+    def check(self, parts: Sequence[WriteReport]) -> None:
         """Compare with what trainers say they sent; raises IntegrityError naming those that differ."""
         sent = {part.trainer: part for part in parts}
         wrong = []

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from weft.config import CompressionPolicy, DigestPolicy, TransferSettings
 from weft.devices import CPU, DeviceWork
 from weft.errors import TransferTimeout, WeftError
-from weft.runtime.control.messages import Failed, Part, Ready, tag_of
+from weft.runtime.control.messages import Failed, Ready, WriteReport, tag_of
 from weft.runtime.receive.arrivals import Arrivals, spare_core
 from weft.runtime.receive.landing import ArrivingLink, Landing
 from weft.runtime.receive.modes import Mode
@@ -48,7 +48,7 @@ class Following:
         """What comes, and where it belongs, as the plan says."""
         self._intake = PatchIntake(member, device)
         self._arrivals: Arrivals | None = None
-        self._parts: list[Part] | None = None
+        self._parts: list[WriteReport] | None = None
         """What trainers have sent, once they have."""
         self._deadline = 0.0
         self._as_patches, self._tag = False, 0
@@ -69,7 +69,7 @@ class Following:
     def _arriving(self, version: int, links: Sequence[ArrivingLink]) -> Arrivals:
         return Arrivals(version, links, self._transports, self._work, self.settings.digest, tag=self._tag)
 
-    def sent(self, version: int, parts: list[Part]) -> Failed | None:
+    def sent(self, version: int, parts: list[WriteReport]) -> Failed | None:
         """All trainers have written; how long patches are is known now."""
         try:
             if self._as_patches and self.landing is not None:

@@ -10,7 +10,7 @@ from weft.codec.memory import Bytes, memory_view
 from weft.codec.patching import Patcher
 from weft.core.geometry.planes import Planes
 from weft.errors import CodecError
-from weft.runtime.control.messages import Part
+from weft.runtime.control.messages import WriteReport
 from weft.runtime.receive.landing import ArrivingChunk, ArrivingLink, PatchedLink, PatchPlace
 
 
@@ -45,7 +45,7 @@ class Patches:
         self,
         version: int,
         links: Sequence[PatchedLink],
-        parts: Sequence[Part],
+        parts: Sequence[WriteReport],
         patcher: Patcher,
         *,
         compressed: bool = False,

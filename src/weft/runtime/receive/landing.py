@@ -20,8 +20,8 @@ from weft.core.geometry.planes import Planes, joined, planes_of
 from weft.errors import LayoutError
 from weft.runtime.compile.link_boxes import LinkBoxes
 from weft.runtime.compile.link_stream import LinkStream
-from weft.runtime.compile.parts import digest_places
-from weft.runtime.control.messages import Source
+from weft.runtime.compile.member_plans import digest_places
+from weft.runtime.control.messages import TrainerSource
 from weft.runtime.memory import own_memory
 from weft.runtime.weights import Weights
 from weft.transport.base import Memory
@@ -99,7 +99,7 @@ class Landing:
 
     def __init__(
         self,
-        sources: Sequence[Source],
+        sources: Sequence[TrainerSource],
         weights: Weights,
         *,
         landing: Memory | None = None,
@@ -146,7 +146,7 @@ class Landing:
         tensors = stream.boxes.tensors
         return stream.drained(window, self._live[tensors], self._place[tensors])
 
-    def _patched(self, source: Source, stream: LinkStream, at: int | None, address: int) -> PatchedLink:
+    def _patched(self, source: TrainerSource, stream: LinkStream, at: int | None, address: int) -> PatchedLink:
         layouts = stream.images()
         if at is None:
             rows = stream.image_rows(self._live[stream.boxes.tensors], self._scratch.address)
@@ -162,7 +162,9 @@ class Landing:
         )
 
 
-def _arriving(source: Source, stream: LinkStream, landed: Sequence[Planes], drained: Sequence[Planes]) -> ArrivingLink:
+def _arriving(
+    source: TrainerSource, stream: LinkStream, landed: Sequence[Planes], drained: Sequence[Planes]
+) -> ArrivingLink:
     """What comes straight is digested where it is; what comes in a window, when it is drained."""
     sizes = stream.chunk_wire_bytes.tolist()
     straight = landed[: stream.num_straight] if drained else landed

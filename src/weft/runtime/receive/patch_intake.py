@@ -13,7 +13,7 @@ from concurrent.futures import wait as wait_for_futures
 
 from weft.codec.patching import patcher_for
 from weft.errors import TransferTimeout
-from weft.runtime.control.messages import Part
+from weft.runtime.control.messages import WriteReport
 from weft.runtime.receive.incoming import Patches, arriving_patches
 from weft.runtime.receive.landing import ArrivingLink, PatchedLink
 from weft.runtime.receive.modes import Mode
@@ -33,7 +33,7 @@ class PatchIntake:
         """Where patches of all trainers will land."""
         self._links = list(links)
 
-    def arriving(self, parts: Sequence[Part]) -> list[ArrivingLink]:
+    def arriving(self, parts: Sequence[WriteReport]) -> list[ArrivingLink]:
         """What is on its way; how long patches are is known when they were sent."""
         sent = {part.trainer: part.sizes for part in parts}
         return [arriving_patches(link, sent.get(link.trainer, [])) for link in self._links]
@@ -45,7 +45,9 @@ class PatchIntake:
                 raise TransferTimeout(f"{self._member} is still busy with the patches of a version that was given up")
             self._taking = None
 
-    def took(self, version: int, parts: Sequence[Part], mode: Mode, base: int | None, *, compressed: bool) -> bool:
+    def took(
+        self, version: int, parts: Sequence[WriteReport], mode: Mode, base: int | None, *, compressed: bool
+    ) -> bool:
         """Whether patches were dealt with, by the other thread. Raises its error."""
         if self._taking is None:
             self._taking = self._worker.submit(self._take, version, parts, mode, base, compressed)
@@ -55,7 +57,7 @@ class PatchIntake:
         taken.result()
         return True
 
-    def _take(self, version: int, parts: Sequence[Part], mode: Mode, base: int | None, compressed: bool) -> None:
+    def _take(self, version: int, parts: Sequence[WriteReport], mode: Mode, base: int | None, compressed: bool) -> None:
         """Look whether patches fit, and let the mode have them."""
         patches = Patches(version, self._links, parts, self._patcher, compressed=compressed)
         patches.check(base=base)

@@ -48,7 +48,7 @@ from weft.runtime.control.messages import (
     Paused,
     Ready,
     ReceivePlan,
-    Source,
+    TrainerSource,
     Verify,
     Writer,
 )
@@ -429,7 +429,7 @@ class Receiver:
             case Decide():
                 self._decide(message)
 
-    def _follow_plan(self, sources: Sequence[Source]) -> None:
+    def _follow_plan(self, sources: Sequence[TrainerSource]) -> None:
         """Compile this rank's part of the plan."""
         memory = self._memory
         landing = Landing(sources, memory.weights, landing=memory.landing, window=memory.window, patches=memory.patches)

@@ -77,10 +77,10 @@ class Reservation:
     def _hold(self, num_bytes: int) -> None:
         held = 0 if self._placeholder is None else self._placeholder.num_bytes
         if held != num_bytes:
-            self._let_go()
+            self._free_placeholder()
             self._placeholder = placeholder(self._device, num_bytes) if num_bytes > 0 else None
 
-    def _let_go(self) -> None:
+    def _free_placeholder(self) -> None:
         if self._placeholder is not None:
             self._placeholder.free()
         self._placeholder = None
@@ -96,7 +96,7 @@ class Reservation:
                     f"reserved{taken}",
                     self._in_use + num_bytes,
                 )
-            self._let_go()
+            self._free_placeholder()
             try:
                 memory = allocate(num_bytes)
             except BaseException:
@@ -118,7 +118,7 @@ class Reservation:
     def aside(self) -> Iterator[None]:
         """Nothing is held inside: the weights themselves are moved, which takes as much for a moment."""
         with self._lock:
-            self._let_go()
+            self._free_placeholder()
             try:
                 yield
             finally:
@@ -127,5 +127,5 @@ class Reservation:
     def close(self) -> None:
         """Set nothing aside any more; nothing can be taken."""
         with self._lock:
-            self._let_go()
+            self._free_placeholder()
             self.num_bytes = 0

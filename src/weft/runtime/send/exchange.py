@@ -59,7 +59,7 @@ Say = Callable[[Introduction | Magnitudes], None]
 """Sends to one trainer."""
 
 
-class _Asked:
+class _AskedTrainer:
     """A trainer this one connects to: whether it has answered the last introduction."""
 
     def __init__(self, client: Client) -> None:
@@ -111,7 +111,7 @@ class Exchange:
         """Guards what other threads use: the four above."""
         self._say: dict[int, Say] = {}
         """Trainers that have introduced themselves."""
-        self._asked: dict[int, _Asked] = {}
+        self._asked: dict[int, _AskedTrainer] = {}
         self._stop, self._alarm = threading.Event(), Alarm()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         try:
@@ -165,10 +165,10 @@ class Exchange:
             server=f"trainer {trainer}",
             context=self._context,
         )
-        self._asked[trainer] = _Asked(client)
+        self._asked[trainer] = _AskedTrainer(client)
         self._introduce(self._asked[trainer])
 
-    def _introduce(self, asked: _Asked) -> None:
+    def _introduce(self, asked: _AskedTrainer) -> None:
         asked.introduce(self._round, self._sharing.introduction)
 
     def begin(self, job: Job) -> None:
@@ -296,7 +296,7 @@ class Exchange:
     def _say_to(server: Server, connection: str, message: Introduction | Magnitudes) -> None:
         server.send(connection, message)  # one that is gone introduces itself again when it is back
 
-    def _hear_server(self, trainer: int, asked: _Asked) -> None:
+    def _hear_server(self, trainer: int, asked: _AskedTrainer) -> None:
         client, num_before = asked.client, max(asked.client.num_connections, 1)
         for _ in range(MAX_AT_ONCE):
             message = client.receive(0.0)

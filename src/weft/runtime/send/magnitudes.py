@@ -53,7 +53,7 @@ class Finding(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Link:
+class _SharedBlocks:
     """What two trainers have in common, from one side: of each group, which of the blocks here."""
 
     told_found: list[Int64s]
@@ -77,7 +77,7 @@ class Sharing:
         """`blocks`: of each group. `peers`: those that have to introduce themselves before anything is agreed."""
         self._blocks, self._peers = blocks, frozenset(peers)
         self._introductions: dict[int, bytes] = {}
-        self._links: dict[int, _Link] = {}
+        self._links: dict[int, _SharedBlocks] = {}
         self._expected: Counter[tuple[int, bool]] = Counter()
         """Trainers that tell something of a group."""
         self._arrived: Counter[tuple[int, bool]] = Counter()
@@ -115,7 +115,7 @@ class Sharing:
             if self._has_all(group, is_final=False):
                 self._tell_all(group, is_final=True)
 
-    def _link(self, theirs: _Runs) -> _Link:
+    def _link(self, theirs: _Runs) -> _SharedBlocks:
         """What this trainer and another have in common. Two hubs of a matrix are like neighbours."""
         parts: tuple[list[Int64s], ...] = ([], [], [], [])
         for keys, role in self._blocks:
@@ -126,7 +126,7 @@ class Sharing:
             comes = (mine == COLLECTED_HERE) & (others == COLLECTED_ELSEWHERE)
             for part, which in zip(parts, (is_direct | goes, comes, is_direct | comes, goes), strict=True):
                 part.append(here[which])
-        return _Link(told_found=parts[0], told_final=parts[1], heard_found=parts[2], heard_final=parts[3])
+        return _SharedBlocks(told_found=parts[0], told_final=parts[1], heard_found=parts[2], heard_final=parts[3])
 
     def begin(self, version: int) -> None:
         """A version is sent now."""

@@ -7,7 +7,7 @@ from typing import Any
 
 from weft.errors import TransportError
 from weft.runtime.send.job import Job, Link, Parcel, Sent
-from weft.runtime.send.sending import Sending
+from weft.runtime.send.program import SendProgram
 from weft.transport.base import Batch, Ticket, Transport
 from weft.transport.mapped import DirectBatch, MappedTransport
 
@@ -15,14 +15,14 @@ Posted = list[tuple[int, Ticket]]
 """Engine ranks and what is being written to them."""
 
 
-def post_all(sending: Sending, job: Job, parcels: list[tuple[Link, Parcel]], sent: dict[int, Sent]) -> Posted:
+def post_all(program: SendProgram, job: Job, parcels: list[tuple[Link, Parcel]], sent: dict[int, Sent]) -> Posted:
     """Start writes, those over one transport together."""
     job.flow.check()
     posted: Posted = []
     parcels = [(link, parcel) for link, parcel in parcels if not sent[link.engine].loss]
     for name in sorted({link.transport for link, _ in parcels}):
         mine = [(link.engine, parcel) for link, parcel in parcels if link.transport == name]
-        tickets = _post(sending.transports[name], [parcel for _, parcel in mine], job.tag)
+        tickets = _post(program.transports[name], [parcel for _, parcel in mine], job.tag)
         job.posted(tickets, sum(parcel.num_writes for _, parcel in mine if isinstance(parcel, Batch)))
         posted += [(engine, ticket) for (engine, _), ticket in zip(mine, tickets, strict=True)]
     return posted

@@ -35,10 +35,10 @@ from weft.runtime.control.messages import (
     Loss,
     Open,
     Opened,
-    Part,
     SendPlan,
     Stopped,
     Want,
+    WriteReport,
     Written,
 )
 from weft.runtime.control.security import Security, client_keys
@@ -46,7 +46,7 @@ from weft.runtime.send.exchange import Exchange
 from weft.runtime.send.job import Job, Parcel, Sent
 from weft.runtime.send.mirror import Mirror
 from weft.runtime.send.pipeline import run
-from weft.runtime.send.sending import Sending
+from weft.runtime.send.program import SendProgram
 from weft.runtime.send.stages import RunStages, send_version, send_whole
 from weft.runtime.transports import OpenTransports
 from weft.runtime.weights import Weights
@@ -214,7 +214,7 @@ class Sender:
         self._work = device_work(weights.device)
         self._lock = threading.Lock()
         self._error: WeftError | None = None
-        self._sending: Sending | None = None
+        self._program: SendProgram | None = None
         self._plan: SendPlan | None = None
         self._exchange: Exchange | None = None
         """With trainers that hold parts of the same FP8 blocks."""
@@ -255,7 +255,7 @@ class Sender:
 
     def _batches(self) -> list[tuple[Transport[Any], Parcel]]:
         """What a version writes, through which transport; used by benchmarks."""
-        links = self._sending.links if self._sending is not None else []
+        links = self._program.links if self._program is not None else []
         return [
             (self._transports[link.transport], parcel)
             for link in links
@@ -305,9 +305,9 @@ class Sender:
         Nobody plans meanwhile: the controller has not heard yet that this trainer stopped.
         """
         cut = self._transports.close_cut()
-        if not cut or self._sending is None or self._plan is None:
+        if not cut or self._program is None or self._plan is None:
             return set()
-        abandoned = {link.engine for link in self._sending.links if link.peer in cut.get(link.transport, ())}
+        abandoned = {link.engine for link in self._program.links if link.peer in cut.get(link.transport, ())}
         self._abandoned |= abandoned
         self._transports.open(cut, self._control.settings)
         self._follow(self._plan)
@@ -317,9 +317,9 @@ class Sender:
         """Get ready to send as planned."""
         self._forget_plan()
         self._plan = plan
-        self._sending = Sending(plan, self._transports, self._control.settings, self._weights, mirror=self._mirror)
+        self._program = SendProgram(plan, self._transports, self._control.settings, self._weights, mirror=self._mirror)
         if self._exchange is not None:
-            self._exchange.follow(plan.round, self._sending.cut_blocks, plan.holders)
+            self._exchange.follow(plan.round, self._program.cut_blocks, plan.holders)
 
     def _write_rounds(self, publication: Publication, go: Go) -> None:
         """Write everything. With patches a second round may follow, before anything is decided."""
@@ -340,15 +340,15 @@ class Sender:
         job = Job(go, deadline, member=self._member, on_released=publication._released.set)
         publication._begin(job)
         self._work.synchronize()  # what the trainer queued before it published must be in memory
-        assert self._sending is not None
+        assert self._program is not None
         if go.whole:
-            sent = send_whole(self._sending, job, self._run_stages)
+            sent = send_whole(self._program, job, self._run_stages)
         else:
             tell = job.agree  # nobody else has anything of its blocks
             if self._exchange is not None:
                 self._exchange.begin(job)
                 tell = self._exchange.found
-            sent = send_version(self._sending, job, tell, self._run_stages)
+            sent = send_version(self._program, job, tell, self._run_stages)
         if self._transports.has_cut or not all(ticket.done for ticket in job.tickets):
             late = "; ".join(s.loss for s in sent.values() if s.loss)
             raise TransferTimeout(f"{self._member} could not write all of version {go.version} in time: {late}")
@@ -360,7 +360,7 @@ class Sender:
     def _report(self, job: Job, sent: dict[int, Sent]) -> Written:
         """What was written, and what could not be."""
         parts = [
-            Part(
+            WriteReport(
                 trainer=self._rank,
                 engine=engine,
                 num_bytes=s.num_bytes,
@@ -425,8 +425,8 @@ class Sender:
                 self._go(version, message)
             case Decide(version=version, commit=commit, reason=reason):
                 publication = self._publications.get(version)
-                if commit and self._sending is not None:
-                    self._sending.committed(version)
+                if commit and self._program is not None:
+                    self._program.committed(version)
                 if publication is not None:
                     aborted = VersionError(f"version {version} was aborted: {reason}")
                     publication._settle(None if commit else aborted)
@@ -458,9 +458,9 @@ class Sender:
 
     def _forget_plan(self) -> None:
         """A new plan: what was kept for the old one is given back."""
-        sending, self._sending = self._sending, None
-        if sending is not None:
-            sending.close()
+        program, self._program = self._program, None
+        if program is not None:
+            program.close()
 
     def _controller_lost(self, error: WeftError) -> None:
         """Versions under way have failed; later ones may work when the controller is back."""

@@ -27,7 +27,7 @@ from weft.config import DeltaPolicy
 from weft.runtime.send.job import Chunk, Job, Link, Parcel, Sent
 from weft.runtime.send.pipeline import Flow, Stage, run
 from weft.runtime.send.posting import post_all, wait_all
-from weft.runtime.send.sending import Sending
+from weft.runtime.send.program import SendProgram
 from weft.runtime.send.windows import Windows
 from weft.transport.base import Ticket
 
@@ -37,47 +37,47 @@ Tell = Callable[[int, Floats], None]
 """Takes the magnitudes this trainer found in a group's cut blocks; `Job.agree` is called when all holders have."""
 
 
-def send_version(sending: Sending, job: Job, tell: Tell, run_stages: RunStages = run) -> dict[int, Sent]:
+def send_version(program: SendProgram, job: Job, tell: Tell, run_stages: RunStages = run) -> dict[int, Sent]:
     """Write a version to every engine rank that takes part; one that cannot be reached does not stop the others."""
-    wanted = [link for link in sending.links if link.engine in job.go.engines]
+    wanted = [link for link in program.links if link.engine in job.go.engines]
     sent = {link.engine: Sent(loss=link.obstacle) for link in wanted}
     first = [link for link in wanted if not link.has_chunks or link.has_window]
     whole = [(link, batch) for link in first for batch in link.direct]
-    if whole and sending.mirror is not None:
-        run_stages(job.flow, [h2d_stage(sending)])
+    if whole and program.mirror is not None:
+        run_stages(job.flow, [h2d_stage(program)])
         job.on_released()
-    posted = post_all(sending, job, whole, sent)
-    numbers = [n for n, chunk in enumerate(sending.chunks) if any(link.engine in sent for link in chunk.links)]
-    if numbers or sending.groups:  # others may need the magnitudes of what this trainer holds and does not send
-        _begin_version(sending, job, numbers, sent)
+    posted = post_all(program, job, whole, sent)
+    numbers = [n for n, chunk in enumerate(program.chunks) if any(link.engine in sent for link in chunk.links)]
+    if numbers or program.groups:  # others may need the magnitudes of what this trainer holds and does not send
+        _begin_version(program, job, numbers, sent)
         is_read = any(link.direct for link in wanted)
-        stages = VersionStages(sending, job, numbers, sent, tell)
+        stages = VersionStages(program, job, numbers, sent, tell)
         try:
             run_stages(job.flow, stages.all(releases=not is_read))
         finally:
             stages.settle()
-        job.peak_staging_bytes = sending.room.peak_bytes
+        job.peak_staging_bytes = program.room.peak_bytes
     wait_all(job, posted, sent)
-    if sending.settings.delta is DeltaPolicy.ON:
-        for chunk in (sending.chunks[n] for n in numbers if not sending.chunks[n].outgoing.is_patched):
+    if program.settings.delta is DeltaPolicy.ON:
+        for chunk in (program.chunks[n] for n in numbers if not program.chunks[n].outgoing.is_patched):
             for link in chunk.links:
                 if link.engine in sent:
                     sent[link.engine].needs_whole = True
     return sent
 
 
-def send_whole(sending: Sending, job: Job, run_stages: RunStages = run) -> dict[int, Sent]:
+def send_whole(program: SendProgram, job: Job, run_stages: RunStages = run) -> dict[int, Sent]:
     """Write a version that was sent as patches, or should have been, whole: as it is kept."""
-    sent = {link.engine: Sent(loss=link.obstacle) for link in sending.links if link.engine in job.go.engines}
-    numbers = [n for n, chunk in enumerate(sending.chunks) if any(link.engine in sent for link in chunk.links)]
+    sent = {link.engine: Sent(loss=link.obstacle) for link in program.links if link.engine in job.go.engines}
+    numbers = [n for n, chunk in enumerate(program.chunks) if any(link.engine in sent for link in chunk.links)]
     if numbers:
-        run_stages(job.flow, VersionStages(sending, job, numbers, sent, job.agree).writing())
+        run_stages(job.flow, VersionStages(program, job, numbers, sent, job.agree).writing())
     return sent
 
 
-def h2d_stage(sending: Sending, at_end: Callable[[], None] = lambda: None) -> Stage:
+def h2d_stage(program: SendProgram, at_end: Callable[[], None] = lambda: None) -> Stage:
     """Offloaded weights come to the device, piece after piece."""
-    mirror = sending.mirror
+    mirror = program.mirror
     assert mirror is not None
 
     def copy(number: int) -> int:
@@ -89,16 +89,16 @@ def h2d_stage(sending: Sending, at_end: Callable[[], None] = lambda: None) -> St
     return Stage("h2d", mirror.num_pieces, copy)
 
 
-def _begin_version(sending: Sending, job: Job, numbers: list[int], sent: dict[int, Sent]) -> None:
+def _begin_version(program: SendProgram, job: Job, numbers: list[int], sent: dict[int, Sent]) -> None:
     """Tell those who keep versions what each engine rank holds; those that do not hold it need the version whole."""
     holds = dict(zip(job.go.engines, job.go.holds, strict=True))
-    for chunk in {id(sending.chunks[n].outgoing): sending.chunks[n] for n in numbers}.values():
+    for chunk in {id(program.chunks[n].outgoing): program.chunks[n] for n in numbers}.values():
         takers = {link.engine: holds[link.engine] for link in chunk.links if link.engine in sent}
-        patched = chunk.outgoing.begin(job.go.version, takers, patch_room=sending.patch_room(takers))
+        patched = chunk.outgoing.begin(job.go.version, takers, patch_room=program.patch_room(takers))
         for engine in takers:
-            sent[engine].needs_whole |= engine not in patched and sending.settings.delta is DeltaPolicy.ON
-    sending.room.empty()
-    sending.room.skip_to(numbers[0] if numbers else 0)
+            sent[engine].needs_whole |= engine not in patched and program.settings.delta is DeltaPolicy.ON
+    program.room.empty()
+    program.room.skip_to(numbers[0] if numbers else 0)
 
 
 class _Begun(NamedTuple):
@@ -112,9 +112,9 @@ class _Begun(NamedTuple):
 class VersionStages:
     """Stages of one version; items are the chunks it consists of."""
 
-    def __init__(self, sending: Sending, job: Job, chunks: list[int], sent: dict[int, Sent], tell: Tell) -> None:
-        self._of, self._job, self._numbers, self._sent, self._tell = sending, job, chunks, sent, tell
-        self._is_delta = sending.settings.delta is DeltaPolicy.ON and not job.go.whole
+    def __init__(self, program: SendProgram, job: Job, chunks: list[int], sent: dict[int, Sent], tell: Tell) -> None:
+        self._program, self._job, self._numbers, self._sent, self._tell = program, job, chunks, sent, tell
+        self._is_delta = program.settings.delta is DeltaPolicy.ON and not job.go.whole
         self._scaled: set[int] = set()
         self._begun: dict[int, _Begun] = {}
         """Chunks that are being filled."""
@@ -128,21 +128,21 @@ class VersionStages:
         self._reading: set[str] = set()
         """Stages that still read the weights."""
         self._lock = threading.Lock()
-        self._windows = Windows(sending, job, sent)
+        self._windows = Windows(program, job, sent)
 
     def all(self, *, releases: bool) -> list[Stage]:
         """In their order. `releases`: whether the weights may change once all chunks are converted."""
         flow, count = self._job.flow, len(self._numbers)
-        self._releases = releases or self._of.mirror is not None
+        self._releases = releases or self._program.mirror is not None
         stages: list[Stage] = []
-        if self._of.mirror is not None and not self._has_all():
+        if self._program.mirror is not None and not self._has_all():
             self._reading = {"h2d"}
-            stages.append(h2d_stage(self._of, lambda: self._has_read("h2d")))
-        if self._of.groups:
-            stages.append(Stage("amax", len(self._of.groups), self._find_amax, self._can_find_amax))
+            stages.append(h2d_stage(self._program, lambda: self._has_read("h2d")))
+        if self._program.groups:
+            stages.append(Stage("amax", len(self._program.groups), self._find_amax, self._can_find_amax))
         if not count:
             return stages
-        if self._of.mirror is None:
+        if self._program.mirror is None:
             self._reading = {"convert", *(stage.name for stage in stages)}
         stages.append(Stage("convert", count, self._convert, self._can_convert, is_recorded=False))
         if self._is_delta:
@@ -160,24 +160,24 @@ class VersionStages:
         ]
 
     def _chunk(self, item: int) -> Chunk:
-        return self._of.chunks[self._numbers[item]]
+        return self._program.chunks[self._numbers[item]]
 
     def _is_there(self, end: int) -> bool:
         """Whether all weights before an address are on the device."""
-        mirror = self._of.mirror
+        mirror = self._program.mirror
         return mirror is None or self._job.flow.after("h2d")(mirror.pieces_until(end) - 1)
 
     def _can_find_amax(self, item: int) -> bool:
-        return self._is_there(self._of.group_ends[self._of.groups[item]])
+        return self._is_there(self._program.group_ends[self._program.groups[item]])
 
     def _find_amax(self, item: int) -> int:
         """Find a group's magnitudes and tell those that others need."""
-        group, converter = self._of.groups[item], self._of.converter
+        group, converter = self._program.groups[item], self._program.converter
         converter.find_amax(group)
         values = converter.amax(converter.cut[group])
         if len(values):
             self._tell(group, values)
-        if item + 1 == len(self._of.groups):
+        if item + 1 == len(self._program.groups):
             self._has_read("amax")
         return values.nbytes
 
@@ -192,27 +192,27 @@ class VersionStages:
         """Groups whose scales must be known for a chunk, and are not yet in use."""
         chunk = self._chunk(item)
         last = chunk.outgoing.groups[chunk.number]
-        return [group for group in self._of.groups if group <= last and group not in self._scaled]
+        return [group for group in self._program.groups if group <= last and group not in self._scaled]
 
     def _is_agreed(self, group: int) -> bool:
         """Whether the magnitudes of a group are known; those of matrices that nobody shares are this trainer's own."""
-        if len(self._of.converter.cut[group]):
+        if len(self._program.converter.cut[group]):
             return group in self._job.agreed
-        return self._job.flow.after("amax")(self._of.groups.index(group))
+        return self._job.flow.after("amax")(self._program.groups.index(group))
 
     def _can_convert(self, item: int) -> bool:
         chunk = self._chunk(item)
         agreed = all(self._is_agreed(group) for group in self._groups(item))
         agreed = agreed and self._is_there(chunk.outgoing.ends[chunk.number])
-        return agreed and (self._chunk(item).outgoing.is_kept or self._of.room.is_free(self._numbers[item]))
+        return agreed and (self._chunk(item).outgoing.is_kept or self._program.room.is_free(self._numbers[item]))
 
     def _convert(self, item: int) -> int:
         number, chunk = self._numbers[item], self._chunk(item)
         for group in self._groups(item):
-            self._of.converter.agree(group, self._job.agreed.get(group, NONE))
+            self._program.converter.agree(group, self._job.agreed.get(group, NONE))
             self._scaled.add(group)
         if not chunk.outgoing.is_kept:
-            self._of.room.enter(number)
+            self._program.room.enter(number)
         begun = self._fill(item)
         self._begun[item] = begun
         if begun.wait is None:  # it is done
@@ -226,7 +226,7 @@ class VersionStages:
             if not self._is_sent(chunk.links[0], item):
                 return _Begun(now, 0, None)
             self._job.has_written = True
-        wait = chunk.outgoing.fill(chunk.number, self._of.place(number))
+        wait = chunk.outgoing.fill(chunk.number, self._program.place(number))
         return _Begun(now, chunk.outgoing.layouts[chunk.number].num_bytes, wait)
 
     def _has_filled(self, item: int) -> None:
@@ -252,15 +252,15 @@ class VersionStages:
                 self._has_filled(item)
 
     def _can_encode(self, item: int) -> bool:
-        return self._job.flow.after("convert")(item) and self._of.room.is_free(self._numbers[item])
+        return self._job.flow.after("convert")(item) and self._program.room.is_free(self._numbers[item])
 
     def _encode(self, item: int) -> int:
         number, chunk = self._numbers[item], self._chunk(item)
         self._has_filled(item)
-        self._of.room.enter(number)
+        self._program.room.enter(number)
         if not chunk.outgoing.is_patched:
             return 0
-        num_bytes = chunk.outgoing.encode(chunk.number, self._of.staged(number))
+        num_bytes = chunk.outgoing.encode(chunk.number, self._program.staged(number))
         at = chunk.outgoing.reserve(num_bytes)
         if at is not None:
             self._patches[item] = at, num_bytes
@@ -269,12 +269,12 @@ class VersionStages:
     def _can_post(self, item: int) -> bool:
         before = "delta" if self._is_delta else "convert"
         links = self._chunk(item).links
-        is_there = self._of.mirror is None or not any(link.direct for link in links) or self._has_all()
+        is_there = self._program.mirror is None or not any(link.direct for link in links) or self._has_all()
         return is_there and self._job.flow.after(before)(item)
 
     def _has_all(self) -> bool:
-        assert self._of.mirror is not None
-        return self._job.flow.after("h2d")(self._of.mirror.num_pieces - 1)
+        assert self._program.mirror is not None
+        return self._job.flow.after("h2d")(self._program.mirror.num_pieces - 1)
 
     def _post(self, item: int) -> int:
         """Start writing a chunk to every engine rank that takes it."""
@@ -284,8 +284,8 @@ class VersionStages:
         batches = [(link, self._batch(link, item)) for link in links]
         at_once = [(link, batch) for link, batch in batches if not self._waits(link)]
         beside = [(link, link.direct[chunk.number]) for link, _ in at_once if chunk.number < len(link.direct)]
-        posted = post_all(self._of, self._job, at_once, self._sent)
-        posted += post_all(self._of, self._job, beside, self._sent)
+        posted = post_all(self._program, self._job, at_once, self._sent)
+        posted += post_all(self._program, self._job, beside, self._sent)
         self._posted[item] = posted, time.monotonic()
         for link, batch in batches:
             if self._waits(link):
@@ -309,7 +309,7 @@ class VersionStages:
             return link.chunks[chunk.outgoing.now][chunk.number]
         at, num_bytes = self._patches[item]
         self._sent[link.engine].sizes[chunk.number] = num_bytes
-        return self._of.patch_batch(link, at, self._of.staged(self._numbers[item]), num_bytes)
+        return self._program.patch_batch(link, at, self._program.staged(self._numbers[item]), num_bytes)
 
     def _finish(self, item: int) -> int:
         """Wait until a chunk was written everywhere; its memory is free then."""
@@ -321,7 +321,7 @@ class VersionStages:
         self._job.flow.span("write", max(began, self._last_end), end, num_bytes)
         self._last_end = end
         if self._is_delta or not chunk.outgoing.is_kept:
-            self._of.room.leave(number)
+            self._program.room.leave(number)
         if item + 1 < len(self._numbers):
-            self._of.room.skip_to(self._numbers[item + 1])
+            self._program.room.skip_to(self._numbers[item + 1])
         return num_bytes

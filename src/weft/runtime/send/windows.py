@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from weft.errors import TransferTimeout
 from weft.runtime.send.job import Job, Link, Parcel, Sent
 from weft.runtime.send.posting import Posted, post_all, wait_all
-from weft.runtime.send.sending import Sending
+from weft.runtime.send.program import SendProgram
 
 CREDIT_S = 0.00003
 """How long to wait between looks at credits."""
@@ -24,7 +24,7 @@ class Windows:
     waits for     credits, on the thread of stage `write`         unblocked by   engines, a failed version, the deadline
     """
 
-    def __init__(self, sending: Sending, job: Job, sent: dict[int, Sent]) -> None:
+    def __init__(self, sending: SendProgram, job: Job, sent: dict[int, Sent]) -> None:
         self._of, self._job, self._sent = sending, job, sent
         self._waiting: dict[int, deque[tuple[Link, int, Parcel]]] = {}
         """Chunks of each engine rank that have no room yet."""

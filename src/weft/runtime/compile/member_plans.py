@@ -28,7 +28,16 @@ from weft.runtime.compile.links import member_links
 from weft.runtime.compile.sharing import Neighbours
 from weft.runtime.control.columns import squeeze
 from weft.runtime.control.held import HeldTable
-from weft.runtime.control.messages import Holder, Join, Opened, ReceivePlan, SendPlan, Source, Target, unpack
+from weft.runtime.control.messages import (
+    EngineTarget,
+    Holder,
+    Join,
+    Opened,
+    ReceivePlan,
+    SendPlan,
+    TrainerSource,
+    unpack,
+)
 from weft.transport.base import Endpoint
 
 ALIGN = 256
@@ -57,7 +66,7 @@ class LinkTable:
     """Numbers of the engine rank's tensors in it."""
 
 
-class Parts:
+class MemberPlans:
     """Every member's part of one plan."""
 
     def __init__(
@@ -166,13 +175,13 @@ class Parts:
             holders=[Holder(trainer=holder, server=server) for holder, server in servers.items() if server is not None],
         )
 
-    def _target(self, trainer: int, engine: int, opened: Opened) -> Target:
+    def _target(self, trainer: int, engine: int, opened: Opened) -> EngineTarget:
         link = trainer, engine
         table = self._table(trainer, engine)
         places = {"position": self._places[engine][table.tensors]}
         if opened.live:
             places["address"] = unpack(opened.live).astype(np.int64)[table.tensors]
-        return Target(
+        return EngineTarget(
             engine=engine,
             offer=opened.offers[self._transports[link]],
             carriage=self.links.carriage(trainer, engine),
@@ -186,7 +195,7 @@ class Parts:
     def receive_plan(self, engine: int, opened: Mapping[int, Opened]) -> ReceivePlan:
         """What one engine rank gets from every trainer; `opened`: what these have."""
         sources = [
-            Source(
+            TrainerSource(
                 trainer=trainer,
                 transport=self._transports[trainer, engine],
                 carriage=self.links.carriage(trainer, engine),

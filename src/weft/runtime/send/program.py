@@ -20,7 +20,7 @@ from weft.runtime.compile.grids import held_grids
 from weft.runtime.compile.link_boxes import LinkBoxes
 from weft.runtime.compile.link_stream import LinkStream
 from weft.runtime.control.columns import expand
-from weft.runtime.control.messages import SendPlan, Target
+from weft.runtime.control.messages import EngineTarget, SendPlan
 from weft.runtime.memory import own_memory
 from weft.runtime.send.job import Chunk, Link, Parcel
 from weft.runtime.send.magnitudes import CutBlocks
@@ -35,7 +35,7 @@ from weft.transport.mapped import DirectBatch, MappedTransport
 Int64s = NDArray[np.int64]
 
 
-class Sending:
+class SendProgram:
     """What is sent, again and again. Chunks that are not kept pass through a ring of `staging_bytes`; so do patches."""
 
     def __init__(
@@ -249,7 +249,7 @@ def _cut_blocks(plan: SendPlan, converter: Converter, num_grids: int) -> list[Cu
 class _LinkProgram:
     """One link's stream, and where it goes."""
 
-    def __init__(self, target: Target, stream: LinkStream, *, is_digested: bool) -> None:
+    def __init__(self, target: EngineTarget, stream: LinkStream, *, is_digested: bool) -> None:
         self.target, self.stream = target, stream
         lands_live = not target.carriage.lands_in_stream and not target.patches
         places = expand(target.places, ["position", "address"] if lands_live else ["position"])
@@ -262,7 +262,7 @@ class _LinkProgram:
         return self.stream.parcels(self.to, self.position)
 
 
-def _compile(targets: Sequence[Target], *, is_digested: bool) -> list[_LinkProgram]:
+def _compile(targets: Sequence[EngineTarget], *, is_digested: bool) -> list[_LinkProgram]:
     """Streams of all links; those that are alike, such as of replicas, are compiled once."""
     streams: dict[tuple[object, ...], LinkStream] = {}
     programs = []
