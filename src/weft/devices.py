@@ -10,9 +10,8 @@ import re
 from typing import Protocol
 
 from weft import native
-from weft.core.geometry.planes import Planes
+from weft.core.geometry.planes import Column, Planes
 from weft.errors import ConfigError
-from weft.native import Column
 
 CPU = "cpu"
 _DEVICE = re.compile(r"cpu|cuda:\d+")

@@ -16,14 +16,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from weft.core.geometry.planes import Planes
+from weft.core.geometry.planes import Column, Planes
 
 try:
     from weft import _native
 except ImportError:  # no compiler at install
     _native = None
 
-Column = NDArray[np.uint64]
 is_native: bool = _native is not None
 _MASK = (1 << 64) - 1
 _said = False

@@ -13,6 +13,7 @@ from weft.core.version import MAX_STEP
 from weft.errors import LayoutError, ProtocolError, WeftError
 from weft.runtime.compile.member_plans import Opening
 from weft.runtime.control.held import HeldShard, HeldTable
+from weft.runtime.control.member_id import MemberId
 from weft.runtime.control.messages import (
     Beat,
     Committed,
@@ -40,6 +41,7 @@ from weft.transport.base import Descriptor, Endpoint
 from weft.transport.host import ProcessIdentity
 from weft.transport.registry import place_here
 
+TRAINER, ENGINE = MemberId.trainer(0), MemberId.engine(0)
 SHARD = HeldShard(name="w", dtype="bf16", shape=(8, 4), lo=(0, 0), extent=(8, 4), strides=(4, 1))
 
 
@@ -131,11 +133,11 @@ def test_transposed_weights_are_refused_before_they_cost_memory():
 
 
 def test_who_knows_of_versions_that_nobody_else_does():
-    assert not unbelievable({"trainer 0": join("trainer", last=7), "engine 0": join(last=6, pending=7)})
-    assert not unbelievable({"trainer 0": join("trainer"), "engine 0": join(last=10**12)})
-    assert list(unbelievable({"trainer 0": join("trainer", last=2**62), "engine 0": join(last=7)})) == ["trainer 0"]
-    assert list(unbelievable({"trainer 0": join("trainer", last=2**62), "engine 0": join()})) == ["trainer 0"]
-    assert not unbelievable({"trainer 0": join("trainer", last=MAX_STEP), "engine 0": join(last=0)})
+    assert not unbelievable({TRAINER: join("trainer", last=7), ENGINE: join(last=6, pending=7)})
+    assert not unbelievable({TRAINER: join("trainer"), ENGINE: join(last=10**12)})
+    assert list(unbelievable({TRAINER: join("trainer", last=2**62), ENGINE: join(last=7)})) == [TRAINER]
+    assert list(unbelievable({TRAINER: join("trainer", last=2**62), ENGINE: join()})) == [TRAINER]
+    assert not unbelievable({TRAINER: join("trainer", last=MAX_STEP), ENGINE: join(last=0)})
 
 
 def opened(**changes: Any) -> Opened:

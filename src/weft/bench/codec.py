@@ -18,6 +18,7 @@ from weft import native
 from weft.bench.payload import load_payload
 from weft.codec import compress, delta, fp8
 from weft.codec.memory import Bytes
+from weft.core.geometry.planes import Column
 
 Say = Callable[[str], None]
 
@@ -124,7 +125,7 @@ def changed_weights(num_elements: int, density: float) -> tuple[Bytes, Bytes]:
     return old.view(np.uint8), new.view(np.uint8)
 
 
-def _column(value: int) -> native.Column:
+def _column(value: int) -> Column:
     return np.array([value], dtype=np.uint64)
 
 

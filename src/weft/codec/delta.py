@@ -27,8 +27,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from weft.codec.memory import Bytes, memory_view
+from weft.core.geometry.planes import Column
 from weft.errors import CodecError
-from weft.native import Column
 
 try:
     from weft import _codec

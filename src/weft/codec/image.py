@@ -17,7 +17,7 @@ from weft.codec.delta import ImageRows
 from weft.codec.memory import Bytes, memory_view
 from weft.errors import CodecError
 
-ALIGN = 64
+PATCH_ALIGN = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +47,7 @@ class ImageLayout:
         """No patches of all sections are longer, compressed or not."""
         whole = sum(padded(delta.max_bytes(part.num_elements, part.width)) for part in self.sections)
         most = whole + whole // 128 + 1024 * len(self.sections)  # Zstandard adds a little to what it cannot shrink
-        return -(-most // ALIGN) * ALIGN
+        return -(-most // PATCH_ALIGN) * PATCH_ALIGN
 
     def encode(self, now: int, old: int | None, out: int, capacity: int, *, base: int, version: int) -> int:
         """Patches of all sections, one after the other; returns their bytes."""

@@ -17,11 +17,10 @@ import torch
 from numpy.typing import NDArray
 
 from weft import native
-from weft.core.geometry.planes import Planes
+from weft.core.geometry.planes import Column, Planes
 from weft.gpu.memory import device_view, pinned_view
 from weft.gpu.tiles import walk_table
 from weft.gpu.walking import walk
-from weft.native import Column
 
 LARGE_BYTES = 1 << 20
 """Single rows from here on are left to the driver's own copy, which reaches the limit of the memory and of the bus…"""

@@ -28,13 +28,13 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement, Replicate
 from torch.nn.parallel import DistributedDataParallel
 
+from weft.core.geometry.alignment import ALIGN, aligned
 from weft.core.layout import Tensor
 from weft.core.recipe import Piece
 from weft.errors import LayoutError, RegistrationError
 from weft.integrations.dtypes import NAMES
 from weft.runtime.weights import Allocate, Held, Part, Weights
 
-ALIGN = 256
 _PREFIXES = ("_orig_mod.",)
 """Of compiled modules; not part of a tensor's name."""
 
@@ -345,7 +345,7 @@ def _rehome(named: Sequence[_Named], allocate: Allocate, shapes: Mapping[str, tu
 
 
 def _move_all(groups: list[list[torch.Tensor]], allocate: Allocate) -> None:
-    sizes = [-(-group[0].untyped_storage().nbytes() // ALIGN) * ALIGN for group in groups]
+    sizes = [aligned(group[0].untyped_storage().nbytes()) for group in groups]
     memory = allocate(max(sum(sizes), ALIGN))
     assert memory.buffer is not None
     arena = torch.from_numpy(

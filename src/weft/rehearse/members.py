@@ -16,10 +16,9 @@ from typing import Any
 import msgspec
 
 from weft.codec.conversion import Converter
-from weft.core.geometry.planes import Planes
+from weft.core.geometry.planes import Column, Planes
 from weft.core.topology import Topology
 from weft.devices import DeviceWork
-from weft.native import Column
 from weft.rehearse.transport import STANDS_FOR, CountingTransport
 from weft.runtime.control.messages import Join, ReceivePlan, SendPlan, TrainerSource
 from weft.runtime.receive.receiver import Receiver

@@ -15,10 +15,9 @@ from pathlib import Path
 import numpy as np
 
 from weft.errors import TransportError
-from weft.runtime.control.channel import parse_member
+from weft.runtime.control.member_id import MemberId
 from weft.transport.base import (
     Batch,
-    Capabilities,
     Descriptor,
     Endpoint,
     Memory,
@@ -27,6 +26,7 @@ from weft.transport.base import (
     Transport,
     WriteResult,
 )
+from weft.transport.capabilities import Capabilities
 from weft.transport.pages import Reserved
 
 STANDS_FOR = "nixl"
@@ -55,10 +55,10 @@ class Board:
 
     def row(self, member: str) -> int:
         """Which row of the cells belongs to a member."""
-        named = parse_member(member)
+        named = MemberId.parse(member)
         if named is None:
             raise TransportError(f"`{member}` is not a member")
-        return named[1] + (self.num_trainers if named[0] == "engine" else 0)
+        return named.rank + (self.num_trainers if named.side == "engine" else 0)
 
 
 @dataclass

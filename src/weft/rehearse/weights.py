@@ -13,13 +13,13 @@ from math import prod
 import numpy as np
 
 from weft.core.case import Sides
+from weft.core.geometry.alignment import aligned
 from weft.core.geometry.boxes import Ints
 from weft.core.layout import DTYPE_BYTES, Tensor
 from weft.core.layouts.engine_boxes import EngineBoxes, held_rows
 from weft.runtime.weights import Held, Weights
 from weft.transport.pages import Reserved
 
-ALIGN = 256
 Box = tuple[Tensor, tuple[str, ...], tuple[int, ...], tuple[int, ...]]
 """A tensor, its other names, and the first coordinate and extent of what is held of it."""
 
@@ -57,7 +57,7 @@ class EngineWeights:
 def _reserved(boxes: Sequence[Box]) -> Weights:
     """Boxes one after the other, at addresses that have no memory."""
     sizes = [prod(extent) * DTYPE_BYTES[tensor.dtype] for tensor, _, _, extent in boxes]
-    room: Ints = -(-np.array(sizes, dtype=np.int64) // ALIGN) * ALIGN
+    room: Ints = aligned(np.array(sizes, dtype=np.int64))
     memory = Reserved(int(room.sum()))
     begins = (memory.address + np.cumsum(room) - room).tolist()
     strides: dict[tuple[int, ...], tuple[int, ...]] = {}

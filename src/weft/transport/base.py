@@ -32,31 +32,14 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from weft.core.geometry.planes import Planes
+from weft.core.geometry.planes import Column, Planes
 from weft.devices import DeviceWork
 from weft.errors import PeerLost, RegistrationError, TransferTimeout, TransportError, WeftError
+from weft.transport.capabilities import Capabilities
 from weft.transport.pages import Pages
 
-Column = NDArray[np.uint64]
 MAX_TAG = (1 << 63) - 1
 MAX_WRITERS = 4096
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Capabilities:
-    """What a transport can do, fixed."""
-
-    name: str
-    one_host: bool
-    """Only between processes of one host."""
-    any_memory: bool
-    """Ordinary memory can be a destination; otherwise it must come from `allocate`."""
-    needs_target_cpu: bool
-    """Whether the target must run code for writes to land."""
-    memory: frozenset[str] = frozenset({"cpu"})
-    """Kinds of memory it moves between: `cpu`, `cuda`."""
-    is_mapped: bool = False
-    """Whether the sender's own instructions write the target's memory (`weft.transport.mapped`)."""
 
 
 class Endpoint(msgspec.Struct, frozen=True, kw_only=True):

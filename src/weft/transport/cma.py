@@ -19,7 +19,8 @@ import numpy as np
 
 from weft import native
 from weft.errors import PeerLost, TransportError, TransportUnavailable
-from weft.transport.base import MAX_WRITERS, Batch, Capabilities, Descriptor, Endpoint, Ranges
+from weft.transport.base import MAX_WRITERS, Batch, Descriptor, Endpoint, Ranges
+from weft.transport.capabilities import CAPABILITIES
 from weft.transport.chunked import ChunkedTransport
 from weft.transport.host import CELL_BYTES, LivingProcess, ProcessIdentity
 from weft.transport.pages import Pages
@@ -50,7 +51,7 @@ class _Peer:
 class CmaTransport(ChunkedTransport[_Peer]):
     """Kernel copies between processes of one host."""
 
-    capabilities = Capabilities(name="cma", one_host=True, any_memory=True, needs_target_cpu=False)
+    capabilities = CAPABILITIES["cma"]
 
     def __init__(self, member: str, *, writer: int = 0, num_threads: int = 1) -> None:
         super().__init__(member, writer=writer, num_threads=num_threads)

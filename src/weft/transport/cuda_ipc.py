@@ -22,12 +22,12 @@ from weft.errors import PeerLost, RegistrationError, TransportError
 from weft.transport.base import (
     MAX_WRITERS,
     Batch,
-    Capabilities,
     Descriptor,
     Endpoint,
     Memory,
     Ranges,
 )
+from weft.transport.capabilities import CAPABILITIES
 from weft.transport.cuda_driver import CudaDriver
 from weft.transport.host import CELL_BYTES, LivingProcess, ProcessIdentity
 from weft.transport.mapped import MappedTransport
@@ -66,14 +66,7 @@ class _Peer:
 class CudaIpcTransport(MappedTransport[_Peer]):
     """Device copies between processes of one host."""
 
-    capabilities = Capabilities(
-        name="cuda_ipc",
-        one_host=True,
-        any_memory=True,
-        needs_target_cpu=False,
-        memory=frozenset({"cuda"}),
-        is_mapped=True,
-    )
+    capabilities = CAPABILITIES["cuda_ipc"]
 
     def __init__(self, member: str, *, writer: int = 0, num_threads: int = 1, device: str = "cuda:0") -> None:
         from weft.gpu import GpuWork  # noqa: PLC0415 - torch and Triton only where there is a GPU

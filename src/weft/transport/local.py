@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 
 from weft.core.geometry.planes import Planes
 from weft.errors import PeerLost, TransferTimeout
-from weft.transport.base import Batch, Capabilities, Descriptor, Endpoint, Ranges
+from weft.transport.base import Batch, Descriptor, Endpoint, Ranges
+from weft.transport.capabilities import CAPABILITIES
 from weft.transport.mapped import MappedTransport
 from weft.transport.shm import copy_chunk, copy_planes
 
@@ -53,7 +54,7 @@ class _Peer:
 class LocalTransport(MappedTransport[_Peer]):
     """Plain copies inside one process."""
 
-    capabilities = Capabilities(name="local", one_host=True, any_memory=True, needs_target_cpu=False, is_mapped=True)
+    capabilities = CAPABILITIES["local"]
 
     def __init__(self, member: str, network: LocalNetwork, *, writer: int = 0, num_threads: int = 1) -> None:
         super().__init__(member, writer=writer, num_threads=num_threads)

@@ -39,7 +39,8 @@ from weft.errors import (
     TransportError,
     TransportUnavailable,
 )
-from weft.transport.base import MAX_WRITERS, Batch, Capabilities, Descriptor, Endpoint, Handle, Ranges
+from weft.transport.base import MAX_WRITERS, Batch, Descriptor, Endpoint, Handle, Ranges
+from weft.transport.capabilities import CAPABILITIES
 from weft.transport.chunked import ChunkedBatch, ChunkedTransport
 from weft.transport.host import CELL_BYTES, boot_id
 
@@ -78,7 +79,7 @@ class _Peer:
 class MooncakeTransport(ChunkedTransport[_Peer]):
     """One transfer engine; its own threads take what peers write, not the target's Python code."""
 
-    capabilities = Capabilities(name="mooncake", one_host=False, any_memory=True, needs_target_cpu=True)
+    capabilities = CAPABILITIES["mooncake"]
 
     def __init__(
         self,

@@ -24,12 +24,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from weft import native
+from weft.core.geometry.planes import Column
 from weft.devices import CPU, DeviceWork, device_work, memory_kind
 from weft.errors import PeerLost, RegistrationError, TransferTimeout, TransportError, TransportUnavailable
 from weft.transport.base import (
     Batch,
-    Capabilities,
-    Column,
     Descriptor,
     Endpoint,
     Handle,
@@ -41,6 +40,7 @@ from weft.transport.base import (
     cut_rows,
     digest_of,
 )
+from weft.transport.capabilities import CAPABILITIES
 
 PIECE_BYTES = {"cpu": 4 << 20, "cuda": 2 << 30}
 """Largest descriptor: a CPU copies pieces in parallel; a GPU is fastest with few, large ones."""
@@ -138,13 +138,7 @@ class _NixlBatch(Batch):
 class NixlTransport(Transport[_Peer]):
     """One NIXL agent with the UCX backend, for the memory of one device."""
 
-    capabilities = Capabilities(
-        name="nixl",
-        one_host=False,
-        any_memory=True,
-        needs_target_cpu=False,
-        memory=frozenset({"cpu", "cuda"}),
-    )
+    capabilities = CAPABILITIES["nixl"]
 
     def __init__(
         self, member: str, *, writer: int = 0, num_threads: int = 1, device: str = CPU, devices: str = ""

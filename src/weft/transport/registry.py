@@ -21,6 +21,7 @@ import msgspec
 from weft.devices import CPU, device_number, memory_kind
 from weft.errors import ConfigError, TransportUnavailable
 from weft.transport.base import Transport
+from weft.transport.capabilities import CAPABILITIES
 from weft.transport.host import boot_id
 
 _HOMES = {
@@ -32,17 +33,6 @@ _HOMES = {
     "uccl": ("weft.transport.uccl", "UcclTransport"),
 }
 NAMES = tuple(_HOMES)
-ONE_HOST = frozenset({"shm", "cma", "cuda_ipc"})
-IS_MAPPED = frozenset({"shm", "cuda_ipc", "local"})
-"""Those whose senders write the target's memory by their own instructions."""
-MEMORY = {
-    "shm": {"cpu"},
-    "cma": {"cpu"},
-    "cuda_ipc": {"cuda"},
-    "nixl": {"cpu", "cuda"},
-    "mooncake": {"cpu"},
-    "uccl": {"cuda"},
-}
 _PACKAGES = {
     "nixl": (("nixl_cu13", "nixl_cu12"), "pip install --no-deps nixl-cu13==1.5.1"),
     "mooncake": (("mooncake",), "pip install mooncake-transfer-engine-non-cuda; apt install libibverbs1"),
@@ -149,7 +139,7 @@ def is_cut_by_closing(transport: str, writer: Place, target: Place) -> bool:
     """
     if transport in ("local", "mooncake"):  # Mooncake's TCP was measured; the target's own threads write
         return True
-    return transport not in ONE_HOST and (writer.host, writer.container) != (target.host, target.container)
+    return not CAPABILITIES[transport].one_host and (writer.host, writer.container) != (target.host, target.container)
 
 
 def _default(src: Place, dst: Place) -> tuple[str, str]:
@@ -169,9 +159,9 @@ def _obstacle(name: str, src: Place, dst: Place) -> tuple[str, str] | None:  # n
     kinds = {memory_kind(src.device), memory_kind(dst.device)}
     if len(kinds) > 1:
         return "does not move between CPU and GPU memory", "hold the weights of both sides in one kind of memory"
-    if not kinds <= MEMORY[name]:
+    if not kinds <= CAPABILITIES[name].memory:
         return f"does not move {kinds.pop()} memory", "ask for another transport, or for `auto`"
-    if name in ONE_HOST and (src.host != dst.host or src.container != dst.container):
+    if CAPABILITIES[name].one_host and (src.host != dst.host or src.container != dst.container):
         return "works inside one host and container only", "use nixl between hosts and containers"
     if name in ("shm", "cma") and src.user != dst.user:
         return "works between processes of one user only", "run both sides as one user, or use nixl"

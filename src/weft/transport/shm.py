@@ -25,7 +25,6 @@ from weft.errors import PeerLost, RegistrationError, TransportError
 from weft.transport.base import (
     MAX_WRITERS,
     Batch,
-    Capabilities,
     Descriptor,
     Endpoint,
     Memory,
@@ -33,6 +32,7 @@ from weft.transport.base import (
     Ticket,
     WriteResult,
 )
+from weft.transport.capabilities import CAPABILITIES
 from weft.transport.host import CELL_BYTES, LivingProcess, ProcessIdentity
 from weft.transport.mapped import DirectBatch, MappedTransport
 from weft.transport.pages import address_of, reserve
@@ -128,7 +128,7 @@ class _Peer:
 class ShmTransport(MappedTransport[_Peer]):
     """Shared memory between processes of one host."""
 
-    capabilities = Capabilities(name="shm", one_host=True, any_memory=False, needs_target_cpu=False, is_mapped=True)
+    capabilities = CAPABILITIES["shm"]
 
     def __init__(self, member: str, *, writer: int = 0, num_threads: int = 1) -> None:
         super().__init__(member, writer=writer, num_threads=num_threads)

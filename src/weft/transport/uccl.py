@@ -25,13 +25,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from weft import native
+from weft.core.geometry.planes import Column
 from weft.devices import device_work, memory_kind
 from weft.errors import PeerLost, RegistrationError, TransferTimeout, TransportError, TransportUnavailable
 from weft.transport.base import (
     MAX_WRITERS,
     Batch,
-    Capabilities,
-    Column,
     Descriptor,
     Endpoint,
     Handle,
@@ -41,6 +40,7 @@ from weft.transport.base import (
     cut_rows,
     digest_of,
 )
+from weft.transport.capabilities import CAPABILITIES
 from weft.transport.host import CELL_BYTES
 
 PIECE_BYTES = 1 << 30
@@ -95,9 +95,7 @@ class _Region:
 class UcclTransport(Transport[_Peer]):
     """One UCCL endpoint, for the memory of one GPU."""
 
-    capabilities = Capabilities(
-        name="uccl", one_host=False, any_memory=True, needs_target_cpu=False, memory=frozenset({"cuda"})
-    )
+    capabilities = CAPABILITIES["uccl"]
 
     def __init__(self, member: str, *, writer: int = 0, num_threads: int = 1, device: str = "cuda:0") -> None:
         self._p2p = _load(device)

@@ -13,12 +13,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from weft.config import TransferSettings
+from weft.core.geometry.alignment import aligned
 from weft.core.geometry.boxes import Ints
 from weft.core.plans.plan import Plan
 
 SMALLEST_PATCH_ROOM = 64 << 10
 """Of a link: patches of few elements consist of headers."""
-ALIGN = 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +39,7 @@ class MemoryCost:
 def patch_room(wire_bytes: Ints, share: float) -> Ints:
     """Room for patches on an engine rank, for links that carry so many bytes in a version that is sent whole."""
     room = np.maximum((wire_bytes * share).astype(np.int64), SMALLEST_PATCH_ROOM)
-    return np.where(wire_bytes > 0, -(-room // ALIGN) * ALIGN, 0)
+    return np.where(wire_bytes > 0, aligned(room), 0)
 
 
 def memory_cost(plan: Plan) -> MemoryCost:

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from weft.core.geometry.alignment import aligned
 from weft.core.geometry.boxes import Ints
 from weft.core.geometry.planes import coordinates_of
 
@@ -111,7 +112,7 @@ def cut_streams(boxes: StreamBoxes, *, chunk_bytes: int | Ints) -> tuple[Units, 
     box, first, extent = _cut_boxes(boxes.extent[order], most[order] // boxes.width[order])
     box = order[box]
     num_bytes = np.prod(extent, axis=1, dtype=np.int64) * boxes.width[box]
-    padded = _aligned(num_bytes, UNIT_ALIGN)
+    padded = aligned(num_bytes, UNIT_ALIGN)
     kind = boxes.stream[box].astype(np.int64) * len(Path) + boxes.path[box]
     chunk = _fill_chunks(padded, kind, most[box])
     by_width = np.lexsort((-boxes.width[box], chunk))
@@ -172,7 +173,7 @@ def _section_sizes(padded: Int64s, section: NDArray[np.bool_]) -> Int64s:
     if len(starts):
         ends = np.append(starts[1:], len(padded)) - 1
         total = np.add.reduceat(padded, starts)
-        size[ends] += _aligned(total, SECTION_ALIGN) - total
+        size[ends] += aligned(total, SECTION_ALIGN) - total
     return size
 
 
@@ -225,7 +226,3 @@ def _fill_chunks(padded: Int64s, kind: Int64s, most: Int64s) -> Int64s:
         open_still = at < last
         at, last = at[open_still], last[open_still]
     return np.cumsum(begins) - 1
-
-
-def _aligned(size: Int64s, align: int) -> Int64s:
-    return -(-size // align) * align

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from weft.codec.conversion import ChunkFill, Conversion, Conversions
 from weft.codec.delta import ImageRows
 from weft.codec.image import ImageLayout, Section
+from weft.core.geometry.alignment import aligned
 from weft.core.geometry.boxes import contiguous_run, row_major_strides
 from weft.core.geometry.planes import PlaneColumns, Planes, num_runs, planes_of
 from weft.core.recipe import Op
@@ -27,7 +28,6 @@ from weft.core.streams.stream import UNIT_ALIGN, Path, StreamBoxes, cut_streams,
 from weft.runtime.compile.link_boxes import LinkBoxes
 
 Int64s = NDArray[np.int64]
-SLOT_ALIGN = 256
 
 
 class LinkStream:
@@ -89,7 +89,7 @@ class LinkStream:
     @property
     def slot_bytes(self) -> int:
         """Room for any packed Chunk."""
-        return -(-int(self.chunks.num_bytes[self.num_straight :].max(initial=0)) // SLOT_ALIGN) * SLOT_ALIGN
+        return aligned(int(self.chunks.num_bytes[self.num_straight :].max(initial=0)))
 
     @property
     def window_bytes(self) -> int:
@@ -287,7 +287,7 @@ class LinkStream:
 
     def _image(self, first: int, last: int) -> ImageLayout:
         width, offset = self._width[first:last], self.units.offset[first:last]
-        ends = offset + -(-self.units.num_bytes[first:last] // UNIT_ALIGN) * UNIT_ALIGN
+        ends = offset + aligned(self.units.num_bytes[first:last], UNIT_ALIGN)
         starts = np.flatnonzero(np.diff(width, prepend=-1))
         stops = np.append(starts[1:], len(width)) - 1
         sections = tuple(

@@ -7,15 +7,15 @@ from collections.abc import Mapping
 import numpy as np
 
 from weft.config import DeltaPolicy, ReceiverMode, StagingPolicy, TransferSettings
+from weft.core.geometry.alignment import ALIGN
 from weft.core.plans.plan import Plan
 from weft.core.streams.plan_streams import PairLinks
 from weft.devices import memory_kind
-from weft.transport.registry import IS_MAPPED
+from weft.transport.capabilities import CAPABILITIES
 
 NUM_SLOTS = 4
 """Chunks of one link that lie in an engine's window at once."""
 SMALLEST_SLOT = 64 << 10
-ALIGN = 256
 
 
 def member_links(
@@ -25,7 +25,7 @@ def member_links(
     shape = plan.topology.num_trainers, plan.topology.num_engines
     is_mapped, min_run_bytes = np.zeros(shape, dtype=bool), np.zeros(shape, dtype=np.int64)
     for link, transport in transports.items():
-        is_mapped[link] = transport in IS_MAPPED
+        is_mapped[link] = CAPABILITIES[transport].is_mapped
         memory = memory_kind(devices[link[1]])
         min_run_bytes[link] = plan.settings.min_write_bytes or plan.topology.min_run_bytes(transport, memory)
     is_delta = settings.delta is DeltaPolicy.ON

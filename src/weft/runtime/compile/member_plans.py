@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from weft.config import DeltaPolicy, ReceiverMode, TransferSettings
+from weft.core.geometry.alignment import aligned
 from weft.core.plans.memory_cost import patch_room
 from weft.core.plans.plan import Plan
 from weft.core.recipe import Op
@@ -40,8 +41,6 @@ from weft.runtime.control.messages import (
 )
 from weft.transport.base import Endpoint
 
-ALIGN = 256
-"""Shards begin at multiples of this in an engine rank's digest space, streams and patches in their memory."""
 Int64s = NDArray[np.int64]
 
 
@@ -217,7 +216,7 @@ class MemberPlans:
 
 
 def _aligned(sizes: Int64s) -> Int64s:
-    return -(-sizes // ALIGN) * ALIGN
+    return aligned(sizes)
 
 
 def digest_places(held: HeldTable) -> Int64s:

@@ -53,6 +53,7 @@ from weft.runtime.control.fragments import (
     parse,
 )
 from weft.runtime.control.keys import REREAD_S, ClientKeys, KeyRing, ServerKeys
+from weft.runtime.control.member_id import MemberId
 
 MAX_MESSAGE_BYTES = 256 << 20
 MAX_BACKLOG_BYTES = 2 * MAX_MESSAGE_BYTES
@@ -82,7 +83,6 @@ SPIN_S = 0.001 if len(os.sched_getaffinity(0)) >= 8 else 0.0
 BURST_SPIN_S = 100 * SPIN_S
 """The same for somebody who knows that a message will come soon."""
 _ADDRESS = re.compile(r"tcp://(\[[0-9a-fA-F:]+\]|[^:/\s]+):(\d{1,5}|\*)")
-_MEMBER = re.compile(r"([a-z]+) (\d{1,9})")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,12 +124,6 @@ class ChannelStatistics:
 def member_of(connection: str) -> str:
     """The member a connection claims to be; what it may claim is checked when it is admitted."""
     return connection.rpartition(" ")[0]
-
-
-def parse_member(member: str) -> tuple[str, int] | None:
-    """The side and rank of a member's name; None if it has none."""
-    match = _MEMBER.fullmatch(member)
-    return (match[1], int(match[2])) if match is not None else None
 
 
 @dataclass(slots=True, kw_only=True)
@@ -342,7 +336,7 @@ class Server:
             reason = f"it speaks protocol {protocol}, the other side protocol {self._protocol}"
             return FrameKind.REFUSED, reason, "install the same version of weft on both sides"
         if self._allowed is not None:
-            named = parse_member(member)
+            named = MemberId.parse(member)
             reason = "its name has no side and rank" if named is None else self._allowed.objection(key, *named) or ""
             if reason:
                 return FrameKind.DENIED, reason, "see `weft keys`; a controller notices changes in its folder of keys"
@@ -465,7 +459,7 @@ class Server:
         self._checked_keys_at = now
         found = {}
         for connection, peer in self._peers.items():
-            named = parse_member(member_of(connection))
+            named = MemberId.parse(member_of(connection))
             reason = allowed.objection(peer.key, *named) if named is not None else None
             if reason is not None:
                 found[connection] = reason

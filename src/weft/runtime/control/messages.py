@@ -17,9 +17,11 @@ import msgspec
 import numpy as np
 
 from weft.config import TransferSettings
+from weft.core.geometry.planes import Column
 from weft.core.streams.carriage import Carriage
 from weft.runtime.control.held import HeldColumns
-from weft.transport.base import Column, Descriptor, Endpoint
+from weft.runtime.control.member_id import MemberId
+from weft.transport.base import Descriptor, Endpoint
 from weft.transport.host import ProcessIdentity
 from weft.transport.registry import Place
 
@@ -76,6 +78,11 @@ class Join(_Message, frozen=True):
     """Engines: the newest trainers they know of."""
     abandoned: list[int] = []
     """Trainers: engine ranks that something may still be on its way to, since the last plan."""
+
+    @property
+    def member(self) -> MemberId:
+        """Who joins."""
+        return MemberId(self.side, self.rank)
 
 
 class Offer(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

@@ -23,6 +23,7 @@ from weft.runtime.compile.member_plans import Opening
 from weft.runtime.control.channel import is_address
 from weft.runtime.control.held import HeldTable
 from weft.runtime.control.keys import is_key
+from weft.runtime.control.member_id import MemberId
 from weft.runtime.control.messages import FromEngine, FromTrainer, Join, Opened, Written, unpack
 
 MAX_SHARDS = 1_000_000
@@ -80,7 +81,7 @@ def claim(join: Join) -> int | None:
     return max(known, default=None)
 
 
-def unbelievable(joins: Mapping[str, Join]) -> dict[str, str]:
+def unbelievable(joins: Mapping[MemberId, Join]) -> dict[MemberId, str]:
     """Members whose versions are far beyond what all others know, with what is wrong."""
     claims = {member: found for member, join in joins.items() if (found := claim(join)) is not None}
     wrong = {}

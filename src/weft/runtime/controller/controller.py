@@ -35,6 +35,7 @@ from weft.core.version import CommitPolicy, Decision, VersionLedger
 from weft.errors import ConfigError, LayoutError, PlanError, ProtocolError, VersionError, WeftError
 from weft.runtime.compile.member_plans import MemberPlans
 from weft.runtime.control.channel import BURST_SPIN_S, SPIN_S, Invalid, Server
+from weft.runtime.control.member_id import MemberId
 from weft.runtime.control.messages import (
     PROTOCOL,
     STEPS_AHEAD,
@@ -192,7 +193,7 @@ class Controller:
         self._holds: dict[int, int | None] = {}
         """Engine rank → the version it serves; None where its weights are torn."""
         self._commits = Commits()
-        self._stalled: set[str] = set()
+        self._stalled: set[MemberId] = set()
         """Members that were given up because the engine's thread did not come; they join again when it does."""
         self._steps: dict[int, tuple[int, int]] = {}
         """Engine rank → the last version it learned of, and the step it had reached then."""
@@ -223,8 +224,8 @@ class Controller:
         links = Counter(f"{choice.transport} ({choice.reason})" for choice in self._links.copy().values())
         plan = self._plan
         return ControllerStatistics(
-            members=tuple(sorted(self._membership.members.copy())),
-            lost=dict(self._membership.lost),
+            members=tuple(map(str, sorted(self._membership.members.copy()))),
+            lost={str(member): how for member, how in self._membership.lost.copy().items()},
             links=dict(links),
             plan_digest=self._plan_digest,
             bytes_per_version=plan.total_bytes if plan is not None else 0,
@@ -274,7 +275,7 @@ class Controller:
             self._planner.close()
             self._server.close()
 
-    def _send(self, member: str, message: Any) -> None:
+    def _send(self, member: MemberId, message: Any) -> None:
         """To a member, if it is there."""
         known = self._membership.members.get(member)
         if known is None:
@@ -311,13 +312,13 @@ class Controller:
         except (ProtocolError, VersionError) as error:
             self._refuse(member, error)
 
-    def _refuse(self, member: str, error: WeftError, *, is_settled: bool = False) -> None:
+    def _refuse(self, member: MemberId, error: WeftError, *, is_settled: bool = False) -> None:
         """One member cannot be believed, or does not fit: it alone has to go."""
         log.warning("%s: %s", member, error)
         self._send(member, Refused(reason=str(error), hint=error.hint or ""))
         self._lose(member, f"was refused: {error}", is_settled=is_settled)
 
-    def _turn_out(self, connection: str, member: str) -> None:
+    def _turn_out(self, connection: str, member: MemberId) -> None:
         """Answer a process that is no member: one that was replaced must end, others may join again."""
         if member in self._membership.members:
             reason = f"another process has joined as {member}"
@@ -326,7 +327,7 @@ class Controller:
             stalled = self._membership.lost.get(member, "") if member in self._stalled else ""
             self._server.send(connection, Unknown(controller=self._name, stalled=stalled))
 
-    def _report(self, member: str, known: Member, message: Any) -> None:
+    def _report(self, member: MemberId, known: Member, message: Any) -> None:
         match message:
             case Beat():
                 self._counts["beats"] += 1
@@ -343,7 +344,7 @@ class Controller:
             case _:
                 self._engine_report(member, known, message)
 
-    def _trainer_report(self, member: str, known: Member, message: Any) -> None:
+    def _trainer_report(self, member: MemberId, known: Member, message: Any) -> None:
         rank = known.join.rank
         match message:
             case Want(version=version):
@@ -355,7 +356,7 @@ class Controller:
             case Stopped():
                 self._stopped(member, known.join, message)
 
-    def _engine_report(self, member: str, known: Member, message: Any) -> None:
+    def _engine_report(self, member: MemberId, known: Member, message: Any) -> None:
         rank = known.join.rank
         match message:
             case Blocked(round=number, reason=reason):
@@ -374,7 +375,7 @@ class Controller:
                 self._check_known(member, version, "serves")
                 self._engine_committed(rank, version)
 
-    def _check_known(self, member: str, version: int, what: str) -> None:
+    def _check_known(self, member: MemberId, version: int, what: str) -> None:
         """Raise if a member speaks of a version that nobody has published, and that it did not join with."""
         newest = self._transfer.version if self._transfer is not None else -1
         told = claim(self._membership.members[member].join)
@@ -394,7 +395,7 @@ class Controller:
         self._expel(connection, f"was refused: {reason}")
         if known is not None and known.join.side == "trainer":
             for engine in self._membership.joins("engine"):
-                self._send(f"engine {engine}", CutOff(incarnations=[known.incarnation]))
+                self._send(MemberId.engine(engine), CutOff(incarnations=[known.incarnation]))
 
     def _look_at_clocks(self) -> None:
         """Ten times a second: what is too late, and what members should know."""
@@ -433,12 +434,12 @@ class Controller:
             late |= dict.fromkeys(transfer.unpaused, why)
         for rank, why in late.items():
             for other in self._membership.ranks_of(rank // self._membership.ranks_per_engine):
-                self._give_up_stalled(f"engine {other}", why if other == rank else f"is with {rank}, which {why}")
+                self._give_up_stalled(MemberId.engine(other), why if other == rank else f"is with {rank}, which {why}")
         if self._commits.ranks:  # perhaps they are waited for no longer
             self._finish()
             self._answer_trainers()
 
-    def _give_up_stalled(self, member: str, why: str) -> None:
+    def _give_up_stalled(self, member: MemberId, why: str) -> None:
         if member in self._membership.members:
             self._stalled.add(member)
             self._lose(member, why)
@@ -446,7 +447,7 @@ class Controller:
     # Members
 
     def _join(self, connection: str, join: Join) -> None:
-        member = f"{join.side} {join.rank}"
+        member = join.member
         try:
             if member != self._membership.name_of(connection):
                 raise ProtocolError(f"{self._membership.name_of(connection)} wants to join as {member}")
@@ -483,7 +484,7 @@ class Controller:
         self._must_plan = True
         self._planner.give_up()
 
-    def _replace(self, member: str, connection: str) -> None:
+    def _replace(self, member: MemberId, connection: str) -> None:
         """A member joins anew: the same process again, or a newer one in its place."""
         old = self._membership.members[member].connection
         self._lose(member, "joined anew")
@@ -548,7 +549,7 @@ class Controller:
         """Trainers that will ask another, and the keys they are known by."""
         if trainers is None:
             return None
-        connections = {trainer: self._membership.members[f"trainer {trainer}"].connection for trainer in trainers}
+        connections = {trainer: self._membership.members[MemberId.trainer(trainer)].connection for trainer in trainers}
         return [Asking(trainer=trainer, key=self._server.key_of(at)) for trainer, at in connections.items()]
 
     def _writers_of(self, engine: Member) -> list[Writer]:
@@ -596,10 +597,10 @@ class Controller:
 
     def _refuse_misfits(self, error: WeftError) -> None:
         """Members do not fit together: those that differ from the others have to go; all, where that is not known."""
-        culprits = error.members if isinstance(error, LayoutError) else ()
-        if not culprits:
+        named = error.members if isinstance(error, LayoutError) else ()
+        if not named:
             self._refuse_all(error)
-        for member in culprits:
+        for member in [member for member in self._membership.members if str(member) in named]:
             self._refuse(member, error, is_settled=True)
 
     def _refuse_all(self, error: WeftError) -> None:
@@ -637,10 +638,10 @@ class Controller:
         for rank, join in engines.items():
             if committed is not None and join.ready == committed and join.pending is None and join.last != committed:
                 self._commits.owe([rank], version=committed, since=time.monotonic())
-                self._send(f"engine {rank}", Decide(version=committed, commit=True))
+                self._send(MemberId.engine(rank), Decide(version=committed, commit=True))
         return True
 
-    def _lose(self, member: str, how: str, *, is_settled: bool = True) -> None:
+    def _lose(self, member: MemberId, how: str, *, is_settled: bool = True) -> None:
         """A member is gone: abort what depends on it, and plan again when it comes back.
 
         `is_settled`: whether a trainer that was not told to write is known not to.
@@ -726,7 +727,7 @@ class Controller:
                 self._ledger.take_part(self._free_engines(), num_ranks=self._membership.ranks_per_engine)
             self._ledger.publish(trainer=trainer, version=version)
         except VersionError as error:
-            self._send(f"trainer {trainer}", Decide(version=version, commit=False, reason=str(error)))
+            self._send(MemberId.trainer(trainer), Decide(version=version, commit=False, reason=str(error)))
             return
         if self._transfer is None:
             self._begin(version)
@@ -747,7 +748,7 @@ class Controller:
         )
         self._server.spin_s = BURST_SPIN_S
         for rank in sorted(ranks):
-            self._send(f"engine {rank}", Expect(version=version))
+            self._send(MemberId.engine(rank), Expect(version=version))
 
     def _send_writers(self, transfer: Transfer) -> None:
         if transfer.unpaused or transfer.is_decided:
@@ -759,7 +760,7 @@ class Controller:
         go = Go(version=transfer.version, engines=engines, holds=holds, whole=transfer.is_second_round)
         for trainer in sorted(transfer.waiting):
             transfer.writers.add(trainer)
-            self._send(f"trainer {trainer}", go)
+            self._send(MemberId.trainer(trainer), go)
         transfer.waiting.clear()
 
     def _turn_away(self) -> None:
@@ -772,7 +773,7 @@ class Controller:
         reason = ", ".join(obstacles[member] for member in sorted(obstacles))
         for trainer, version in sorted(self._wants.items()):
             self._ledger.refuse(version, reason)
-            self._send(f"trainer {trainer}", Decide(version=version, commit=False, reason=reason))
+            self._send(MemberId.trainer(trainer), Decide(version=version, commit=False, reason=reason))
         self._wants.clear()
 
     def _at(self, rank: int, version: int, step: int) -> None:
@@ -782,7 +783,7 @@ class Controller:
         if all(self._steps.get(other, (None, 0))[0] == version for other in ranks):
             boundary = max(self._steps[other][1] for other in ranks) + STEPS_AHEAD
             for other in ranks:
-                self._send(f"engine {other}", Boundary(version=version, step=boundary))
+                self._send(MemberId.engine(other), Boundary(version=version, step=boundary))
 
     def _paused(self, rank: int, version: int) -> None:
         transfer = self._transfer
@@ -793,7 +794,7 @@ class Controller:
     def _written(self, trainer: int, message: Written) -> None:
         version, transfer = message.version, self._transfer
         if transfer is None or transfer.version != version:
-            self._check_known(f"trainer {trainer}", version, "has written")
+            self._check_known(MemberId.trainer(trainer), version, "has written")
             return  # it was over before
         if trainer not in transfer.writers:
             raise ProtocolError(f"trainer {trainer} has written version {version} without being told to")
@@ -811,7 +812,7 @@ class Controller:
         """A trainer has written; engines it could not reach are lost, and the others verify when all have written."""
         is_written = self._ledger.written(trainer=trainer, version=transfer.version)
         for loss in message.losses:  # if it lives, it joins again
-            self._lose(f"engine {loss.engine}", f"could not be written to by trainer {trainer}: {loss.reason}")
+            self._lose(MemberId.engine(loss.engine), f"could not be written to by trainer {trainer}: {loss.reason}")
         for rank in message.whole:
             transfer.whole.update(self._membership.ranks_of(rank // self._membership.ranks_per_engine))
         if not is_written or transfer.is_decided:
@@ -829,7 +830,7 @@ class Controller:
         transfer.pause_deadline = now + self._settings.pause_s
         self._ledger.write_again(transfer.version)
         for rank in sorted(transfer.whole):
-            self._send(f"engine {rank}", Expect(version=transfer.version, whole=True))
+            self._send(MemberId.engine(rank), Expect(version=transfer.version, whole=True))
         self._send_writers(transfer)
 
     def _owed(self, trainer: int, transfer: Transfer) -> dict[int, int] | None:
@@ -838,7 +839,7 @@ class Controller:
             return None
         return self._parts.owed(trainer)
 
-    def _stopped(self, member: str, join: Join, message: Stopped) -> None:
+    def _stopped(self, member: MemberId, join: Join, message: Stopped) -> None:
         """A trainer is not writing a version that it was told to write: nobody waits for it any longer."""
         version, transfer = message.version, self._transfer
         if transfer is None or transfer.version != version:
@@ -863,7 +864,7 @@ class Controller:
             if part.engine in parts:
                 parts[part.engine].append(part)
         for rank in sorted(parts):
-            self._send(f"engine {rank}", Verify(version=transfer.version, parts=parts[rank]))
+            self._send(MemberId.engine(rank), Verify(version=transfer.version, parts=parts[rank]))
 
     def _ready(self, rank: int, version: int) -> Decision | None:
         """An engine rank holds a version whole; what that decides, if anything."""
@@ -881,7 +882,7 @@ class Controller:
             return False  # with a quorum the first that are ready would leave the others behind
         return transfer.is_sent_whole(parts.wire_bytes)
 
-    def _failed(self, member: str, join: Join, version: int, reason: str) -> None:
+    def _failed(self, member: MemberId, join: Join, version: int, reason: str) -> None:
         transfer = self._transfer
         if join.side == "engine" and (transfer is None or transfer.is_decided):
             if self._commits.done(join.rank, version):  # it will not commit what was decided
@@ -923,7 +924,7 @@ class Controller:
         self._last_wire_bytes, self._last_magnitude_bytes = transfer.wire_bytes, transfer.magnitude_bytes
         log.info("version %d is served everywhere (%.1f ms)", transfer.version, self._last_version_s * 1e3)
         for rank in self._membership.joins("trainer"):
-            self._send(f"trainer {rank}", Decide(version=transfer.version, commit=True))
+            self._send(MemberId.trainer(rank), Decide(version=transfer.version, commit=True))
 
     def _apply(self, decision: Decision | None) -> None:
         """Tell everybody what was decided."""
@@ -962,7 +963,7 @@ class Controller:
                     self._holds[rank] = None
                 reason = decision.reason or "its engine was dropped"
                 message = Decide(version=decision.version, commit=False, torn=is_torn, reason=reason)
-            self._send(f"engine {rank}", message)
+            self._send(MemberId.engine(rank), message)
 
     def _abort(self, decision: Decision) -> None:
         self._counts["aborted"] += 1
@@ -970,5 +971,5 @@ class Controller:
         log.warning("version %d was aborted: %s", decision.version, decision.reason)
         for rank in self._membership.joins("trainer"):
             message = Decide(version=decision.version, commit=False, reason=decision.reason)
-            self._send(f"trainer {rank}", message)
+            self._send(MemberId.trainer(rank), message)
         self._wants = {rank: version for rank, version in self._wants.items() if version != decision.version}

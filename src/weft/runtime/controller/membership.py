@@ -16,7 +16,8 @@ import msgspec
 
 from weft.config import DeltaPolicy, ReceiverMode, TransferSettings
 from weft.errors import ProtocolError
-from weft.runtime.control.channel import member_of, parse_member
+from weft.runtime.control.channel import member_of
+from weft.runtime.control.member_id import MemberId
 from weft.runtime.control.messages import Join, Opened
 from weft.transport.registry import Choice, choose
 
@@ -46,29 +47,27 @@ class Member:
 
 
 class Membership:
-    """Members by name: `trainer 0`, `engine 3`."""
+    """Members, those that are gone, and the round they are in."""
 
     def __init__(self, *, num_trainers: int, num_engine_ranks: int, ranks_per_engine: int) -> None:
         self.num = {"trainer": num_trainers, "engine": num_engine_ranks}
         self.ranks_per_engine = ranks_per_engine
-        self.members: dict[str, Member] = {}
-        self.lost: dict[str, str] = {}
+        self.members: dict[MemberId, Member] = {}
+        self.lost: dict[MemberId, str] = {}
         """Members that are gone, and how; until they join again."""
         self.round = secrets.randbits(40)
         """Rounds of different controllers have different numbers: what was meant for another is not confused."""
-        self._newest: dict[tuple[Side, int], int] = {}
+        self._newest: dict[MemberId, int] = {}
         self._open: dict[str, set[int]] = {side: set() for side in self.num}
         """Ranks that have opened in this round."""
 
     def objection(self, member: str) -> str | None:
         """Why a process cannot join under this name; None if it can."""
-        named = parse_member(member)
-        if named is None or named[0] not in self.num:
+        named = MemberId.parse(member)
+        if named is None or named.side not in self.num:
             return f"`{member}` is neither a trainer nor an engine"
-        side, rank = named
-        return (
-            None if rank < self.num[side] else f"{member} does not fit: the {side} ranks are 0 to {self.num[side] - 1}"
-        )
+        count = self.num[named.side]
+        return None if named.rank < count else f"{member} does not fit: the {named.side} ranks are 0 to {count - 1}"
 
     def incarnation_of(self, join: Join) -> int:
         """What a process is called: when it was made, by this clock, unless a controller has called it before.
@@ -79,34 +78,33 @@ class Membership:
         now = time.time_ns()
         number = join.incarnation or max(now - int(join.age_s * 1e9), 1)
         if number > now + MAX_CLOCK_STEP_NS:
-            raise ProtocolError(f"{join.side} {join.rank} claims incarnation {number}, which lies in the future")
-        newest = self._newest.get((join.side, join.rank), 0)
+            raise ProtocolError(f"{join.member} claims incarnation {number}, which lies in the future")
+        newest = self._newest.get(join.member, 0)
         if number < newest:
             raise ProtocolError(
-                f"a newer process has joined as {join.side} {join.rank}", hint="end this one: every rank is one process"
+                f"a newer process has joined as {join.member}", hint="end this one: every rank is one process"
             )
         return number
 
     def add(self, connection: str, join: Join, incarnation: int) -> None:
         """A process has joined."""
-        member = f"{join.side} {join.rank}"
-        self.members[member] = Member(connection, join, incarnation, time.monotonic())
-        self.lost.pop(member, None)
-        self._learn(join.side, join.rank, incarnation)
+        self.members[join.member] = Member(connection, join, incarnation, time.monotonic())
+        self.lost.pop(join.member, None)
+        self._learn(join.member, incarnation)
         for other in join.offered:
-            self._learn("trainer", other.rank, min(other.incarnation, time.time_ns()))
+            self._learn(MemberId.trainer(other.rank), min(other.incarnation, time.time_ns()))
 
-    def _learn(self, side: Side, rank: int, incarnation: int) -> None:
-        """The newest incarnation of a rank, as far as is known."""
-        if 0 <= rank < self.num[side]:
-            self._newest[side, rank] = max(self._newest.get((side, rank), 0), incarnation)
+    def _learn(self, member: MemberId, incarnation: int) -> None:
+        """The newest incarnation of a member, as far as is known."""
+        if 0 <= member.rank < self.num[member.side]:
+            self._newest[member] = max(self._newest.get(member, 0), incarnation)
 
     @property
-    def blocked(self) -> dict[str, str]:
+    def blocked(self) -> dict[MemberId, str]:
         """Members that wait, and for what."""
         return {member: known.blocked for member, known in self.members.items() if known.blocked}
 
-    def remove(self, member: str, how: str) -> Member | None:
+    def remove(self, member: MemberId, how: str) -> Member | None:
         """A member is gone; None if it was not there."""
         known = self.members.pop(member, None)
         if known is not None:
@@ -129,9 +127,11 @@ class Membership:
         known.opened, known.blocked = opened, ""
         self._open[known.join.side].add(known.join.rank)
 
-    def name_of(self, connection: str) -> str:
+    def name_of(self, connection: str) -> MemberId:
         """The member a connection speaks for, whether or not it has joined."""
-        return member_of(connection)
+        named = MemberId.parse(member_of(connection))
+        assert named is not None, connection  # others are not admitted
+        return named
 
     def behind(self, connection: str) -> Member | None:
         """The member that speaks through a connection now."""
@@ -172,7 +172,7 @@ class Membership:
         engines = range(self.num["engine"] // self.ranks_per_engine)
         return [engine for engine in engines if present.issuperset(self.ranks_of(engine))]
 
-    def silent_for(self, silence_s: float) -> dict[str, float]:
+    def silent_for(self, silence_s: float) -> dict[MemberId, float]:
         """Members that have been silent for too long, and for how long."""
         now = time.monotonic()
         silent = {member: now - known.last_heard for member, known in self.members.items()}
@@ -185,7 +185,7 @@ class Membership:
             by_host.setdefault(join.place.host, []).append(join)
         lines = []
         for host, joins in by_host.items():
-            members = ", ".join(f"{join.side} {join.rank}" for join in joins)
+            members = ", ".join(str(join.member) for join in joins)
             nics = ", ".join(dict.fromkeys(nic for join in joins for nic in join.place.nics[:MAX_NICS]))
             lines.append(f"host {host[:8]}: {members}; RDMA cards: {nics or 'none'}")
         return lines
@@ -195,21 +195,21 @@ class Membership:
         for known in self.members.values():
             known.transports = {}
         for (trainer, engine), choice in links.items():
-            self.members[f"trainer {trainer}"].transports[engine] = choice.transport
-            self.members[f"engine {engine}"].transports[trainer] = choice.transport
+            self.members[MemberId.trainer(trainer)].transports[engine] = choice.transport
+            self.members[MemberId.engine(engine)].transports[trainer] = choice.transport
 
     @property
     def obstacle(self) -> str:
         """What the round waits for, of members; empty where everybody is there and has opened."""
         if self.has_opened:
             return ""
-        names = [f"{side} {rank}" for side, count in self.num.items() for rank in range(count)]
-        missing = [name for name in names if name not in self.members]
+        members = [MemberId(side, rank) for side, count in self.num.items() for rank in range(count)]
+        missing = [member for member in members if member not in self.members]
         if missing:
             return f"waiting for {_named(missing)} to join"
         if self.blocked:
             return ", ".join(self.blocked.values())
-        closed = [f"{side} {rank}" for side, n in self.num.items() for rank in range(n) if rank not in self._open[side]]
+        closed = [member for member in members if member.rank not in self._open[member.side]]
         return f"waiting for {_named(closed)} to open memory"
 
 
@@ -229,7 +229,7 @@ def choose_links(
     }
 
 
-def _named(members: list[str]) -> str:
+def _named(members: list[MemberId]) -> str:
     """Members by name, if they are few."""
-    shown = ", ".join(members[:MAX_NAMED])
+    shown = ", ".join(map(str, members[:MAX_NAMED]))
     return shown if len(members) <= MAX_NAMED else f"{shown} and {len(members) - MAX_NAMED} others"

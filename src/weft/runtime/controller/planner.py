@@ -32,6 +32,7 @@ from weft.config import TransferSettings
 from weft.core.plans.plan import Plan
 from weft.errors import PlanError, WeftError
 from weft.runtime.compile.member_plans import MemberPlans
+from weft.runtime.control.member_id import MemberId
 from weft.runtime.control.messages import Join, Opened, ReceivePlan, SendPlan
 from weft.runtime.controller.membership import choose_links
 from weft.runtime.controller.planning import Planning
@@ -58,7 +59,7 @@ class Planned:
 class MemberPart:
     """One member's part of the plan."""
 
-    member: str
+    member: MemberId
     message: SendPlan | ReceivePlan
 
 
@@ -195,9 +196,9 @@ def _next(job: Iterator[Result]) -> Result | None:
 def _ship(parts: MemberPlans, trainers: Mapping[int, Opened], engines: Mapping[int, Opened]) -> Iterator[Result]:
     """Parts in the order of ranks; engines first, which must know what comes."""
     for rank in engines:
-        yield MemberPart(member=f"engine {rank}", message=parts.receive_plan(rank, trainers))
+        yield MemberPart(member=MemberId.engine(rank), message=parts.receive_plan(rank, trainers))
     for rank in trainers:
-        yield MemberPart(member=f"trainer {rank}", message=parts.send_plan(rank, engines, trainers))
+        yield MemberPart(member=MemberId.trainer(rank), message=parts.send_plan(rank, engines, trainers))
     yield Shipped()
 
 

@@ -13,8 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from weft.codec.delta import ImageRows
-from weft.codec.image import ALIGN as PATCH_ALIGN
-from weft.codec.image import ImageLayout
+from weft.codec.image import PATCH_ALIGN, ImageLayout
+from weft.core.geometry.alignment import ALIGN, aligned
 from weft.core.geometry.boxes import row_major_strides
 from weft.core.geometry.planes import Planes, joined, planes_of
 from weft.errors import LayoutError
@@ -26,7 +26,6 @@ from weft.runtime.memory import own_memory
 from weft.runtime.weights import Weights
 from weft.transport.base import Memory
 
-ALIGN = 256
 SCRATCH_BYTES = 64
 """Where gaps between the units of a patch go."""
 Int64s = NDArray[np.int64]
@@ -90,7 +89,7 @@ class PatchedLink:
 
     def slots(self, sizes: Sequence[int]) -> list[int]:
         """Where the patches of a version are, from the bytes of each."""
-        taken = -(-np.array(sizes, dtype=np.int64) // PATCH_ALIGN) * PATCH_ALIGN
+        taken = aligned(np.array(sizes, dtype=np.int64), PATCH_ALIGN)
         return (self.address + np.cumsum(taken) - taken).tolist()
 
 
@@ -199,7 +198,7 @@ def _straight_addresses(weights: Weights) -> tuple[Memory | None, Int64s, list[P
     strided = np.flatnonzero(~held.is_contiguous)
     if not len(strided):
         return None, live, []
-    sizes = np.maximum(-(-held.num_bytes[strided] // ALIGN) * ALIGN, ALIGN)
+    sizes = np.maximum(aligned(held.num_bytes[strided]), ALIGN)
     memory = own_memory(weights.device, int(sizes.sum()))
     begins = memory.address + np.cumsum(sizes) - sizes
     extent = held.extent[strided]

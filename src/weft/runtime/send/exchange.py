@@ -30,10 +30,10 @@ from weft.runtime.control.channel import (
     Server,
     member_of,
     own_address,
-    parse_member,
     wait_any,
 )
 from weft.runtime.control.keys import ClientKeys, Grant, KeyRing, ServerKeys
+from weft.runtime.control.member_id import MemberId
 from weft.runtime.control.messages import (
     PROTOCOL,
     Asking,
@@ -277,14 +277,14 @@ class Exchange:
 
     def _hear_client(self, server: Server, received: Received) -> None:
         """A client whose messages are wrong is not heard any more, which costs its own version and no other."""
-        named = parse_member(member_of(received.sender))
+        named = MemberId.parse(member_of(received.sender))
         try:
             if named is None or not isinstance(received.message, BetweenTrainers):
                 raise ProtocolError(f"{received.sender} sent something else than magnitudes")
-            self._learn(named[1], received.message)
+            self._learn(named.rank, received.message)
             if isinstance(received.message, Introduction) and received.message.round == self._round:
                 server.send(received.sender, self._answer(received.message))
-                self._say[named[1]] = lambda message: self._say_to(server, received.sender, message)
+                self._say[named.rank] = lambda message: self._say_to(server, received.sender, message)
         except ProtocolError as error:
             log.warning("%s does not listen to %s: %s", self._member, received.sender, error)
             server.forget(received.sender)

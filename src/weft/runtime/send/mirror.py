@@ -14,13 +14,13 @@ from dataclasses import replace
 import numpy as np
 
 from weft import native
+from weft.core.geometry.alignment import ALIGN, aligned
 from weft.devices import CPU
 from weft.errors import ConfigError
 from weft.runtime.memory import own_memory
 from weft.runtime.weights import Held, Weights
 
 PIECE_BYTES = 64 << 20
-ALIGN = 256
 
 
 class Mirror:
@@ -31,7 +31,7 @@ class Mirror:
         if weights.device != CPU:
             raise ConfigError(f"weights on {weights.device} are not offloaded", hint="leave `through` out")
         self._keep = weights
-        sizes = [-(-num_bytes // ALIGN) * ALIGN for _, num_bytes in weights.ranges]
+        sizes = [aligned(num_bytes) for _, num_bytes in weights.ranges]
         self._memory = own_memory(device, max(sum(sizes), ALIGN))
         begins = (self._memory.address + np.concatenate([[0], np.cumsum(sizes)[:-1]]).astype(np.int64)).tolist()
         self._ranges = [

@@ -13,10 +13,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from weft.codec.conversion import ChunkFill, Converter, Wait
-from weft.codec.image import ALIGN
+from weft.codec.image import PATCH_ALIGN
 from weft.codec.memory import memory_view
 from weft.codec.patching import Patcher
 from weft.config import CompressionPolicy, DeltaPolicy, StagingPolicy, TransferSettings
+from weft.core.geometry.alignment import aligned
 from weft.runtime.compile.link_stream import LinkStream
 from weft.transport.base import Memory
 
@@ -101,7 +102,7 @@ class Outgoing:
         if at + num_bytes > self._patch_room:
             self._base = None
             return None
-        self._patch_bytes += -(-num_bytes // ALIGN) * ALIGN
+        self._patch_bytes += aligned(num_bytes, PATCH_ALIGN)
         return at
 
     def encode(self, chunk: int, out: int) -> int:
