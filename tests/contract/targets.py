@@ -16,7 +16,7 @@ from weft.transport.local import LocalNetwork, LocalTransport
 from weft.transport.nixl import NixlTransport
 from weft.transport.shm import ShmTransport
 
-ANSWER_S = 20.0
+ANSWER_S = 60.0
 
 
 def make_transport(kind: str, member: str, *, writer: int = 0) -> Any:

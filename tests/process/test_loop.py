@@ -8,7 +8,10 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,6 +19,7 @@ from weft.errors import ConfigError, PeerLost, TransportUnavailable
 from weft.rl.run.launch import run_here
 from weft.rl.settings import LoopSettings
 
+START_S, END_S = 120.0, 60.0
 SMALL = {"iterations": 3, "rollouts_per_rank": 8, "check_bits": True, "max_staleness": 1, "timeout_s": 60.0}
 GPT2 = {"model_type": "gpt2", "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "vocab_size": 64}
 QWEN2 = {
@@ -177,16 +181,26 @@ def test_an_engine_lost_before_the_first_version_is_an_error_at_once(tmp_path):
     assert time.monotonic() - killed_at[0] < 20.0
 
 
+@contextmanager
+def running(command: list[str], **options: Any) -> Iterator[subprocess.Popen[Any]]:
+    """A process that is gone at the end of the block, whatever happens in it."""
+    with subprocess.Popen(command, **options) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
 def test_members_end_with_a_launcher_that_is_killed_at_any_moment(tmp_path):
     command = [sys.executable, "-m", "weft", "rl", "--iterations", "100000", "--out", str(tmp_path)]
-    with subprocess.Popen(command, stderr=subprocess.DEVNULL) as process:
-        deadline = time.monotonic() + 30.0
+    with running(command, stderr=subprocess.DEVNULL) as process:
+        deadline = time.monotonic() + START_S
         while not (tmp_path / "members.json").exists():
             assert time.monotonic() < deadline
             time.sleep(0.01)
         process.kill()
     pids = json.loads((tmp_path / "members.json").read_text()).values()
-    deadline = time.monotonic() + 20.0
+    deadline = time.monotonic() + END_S
     while any(Path(f"/proc/{pid}/exe").exists() for pid in pids):
         assert time.monotonic() < deadline, "a member was left behind"
         time.sleep(0.05)
@@ -201,16 +215,16 @@ def test_no_engine_left_is_an_error_that_says_so(tmp_path):
 def test_an_interrupt_leaves_nobody_and_nothing_behind(tmp_path):
     shared = set(os.listdir("/dev/shm"))
     command = [sys.executable, "-m", "weft", "rl", "--iterations", "100000", "--rollouts", "8", "--out", str(tmp_path)]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env={**os.environ, "NO_COLOR": "1"}) as process:
+    with running(command, stderr=subprocess.PIPE, text=True, env={**os.environ, "NO_COLOR": "1"}) as process:
         assert process.stderr is not None
         assert any("iteration" in line for line in process.stderr)
         pids = json.loads((tmp_path / "members.json").read_text()).values()
         assert all(Path(f"/proc/{pid}").exists() for pid in pids)
         began = time.monotonic()
         process.send_signal(signal.SIGINT)
-        process.wait(30.0)
+        process.wait(END_S)
     assert process.returncode == 130
-    assert time.monotonic() - began < 20.0
+    assert time.monotonic() - began < END_S
     assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
     assert set(os.listdir("/dev/shm")) <= shared
 

@@ -17,7 +17,7 @@ from weft.rl.model.architecture import TINY, load_architecture
 from weft.rl.model.engine_model import EngineModel
 from weft.rl.settings import Precision
 
-WAIT_S = 30.0
+WAIT_S = 90.0
 QUERIES = "model.layers.1.self_attn.q_proj.weight"
 
 
