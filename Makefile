@@ -1,4 +1,4 @@
-# Every target sets up what it needs in .venv on a fresh machine; only python3 (>= 3.11) is expected.
+# Every target sets up what it needs in .venv on a fresh machine; all it needs is python3 (>= 3.11).
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
@@ -8,29 +8,29 @@ ENGINES := .venv-engines
 
 .PHONY: help demo test test-engines storm check bench bench-engines docs clean
 
-help:                               ## what there is to make
+help:                               ## list all targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-demo: $(VENV)/.installed            ## a policy learns while weft keeps its engines fresh: a minute on two cores
+demo: $(VENV)/.installed            ## train a policy while weft keeps its engines fresh: a minute on two cores
 	@$(BIN)/weft demo
 
-test: $(VENV)/.dev                  ## the whole test-suite
+test: $(VENV)/.dev                  ## run the whole test suite
 	$(BIN)/pytest --numprocesses 2 --dist loadfile
 
-test-engines: $(ENGINES)/.installed ## against real inference engines and transfer engines (their own environment)
+test-engines: $(ENGINES)/.installed ## test against real inference and transfer engines, in an environment of their own
 	$(ENGINES)/bin/python -m pytest -m engines tests/integrations tests/contract
 
-storm: $(VENV)/.dev                 ## kills, stops and restarts over every transport and mode: half an hour on two cores
+storm: $(VENV)/.dev                 ## kill, stop and restart members, over 3 transports and all modes: half an hour
 	$(BIN)/python -m tests.process.storm --versions 500 --json storm.json
 
-check: $(VENV)/.dev                 ## format, lint, types, import directions
+check: $(VENV)/.dev                 ## check format, lint, types, import directions and generated tables
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
 	$(BIN)/python docs/generate.py --check
 
-bench: $(VENV)/.dev                 ## planning and transfers on this machine, written to benchmarks/results/
+bench: $(VENV)/.dev                 ## measure planning and transfers on this machine, into benchmarks/results/
 	$(BIN)/python benchmarks/planning.py
 	$(BIN)/python benchmarks/compile.py
 	$(BIN)/python benchmarks/many_tensors.py
@@ -41,7 +41,7 @@ bench: $(VENV)/.dev                 ## planning and transfers on this machine, w
 	$(BIN)/python benchmarks/sparsity.py
 	$(BIN)/python benchmarks/rl.py
 
-bench-engines: $(ENGINES)/.installed ## how long a real engine stands still for a version
+bench-engines: $(ENGINES)/.installed ## measure how long a real engine stands still for a version
 	$(ENGINES)/bin/python benchmarks/vllm_stall.py
 
 docs: $(VENV)/.dev                  ## refresh the generated tables in README.md and docs/
@@ -62,9 +62,9 @@ $(VENV)/.dev: $(VENV)/.installed
 	@$(PIP) install --no-deps nixl-cu13==1.5.1   # its declared torch is not needed for CPU memory
 	@touch $@
 
-# One environment for all engines and frameworks, by pins that go together. vLLM's CPU build pins the torch of
+# One environment for all engines and frameworks, with pins that work together. vLLM's CPU build pins the torch of
 # constraints.txt; the vision and audio wheels it pulls in are CUDA builds that break it. SGLang and verl declare GPU
-# packages and older libraries they do not need here, so they come without what they declare. verl's wheel brings
+# packages and older libraries they do not need here, so they are installed without dependencies. verl's wheel brings
 # top-level packages `tests` and `scripts` that would hide ours.
 ENGINES_PIP := $(ENGINES)/bin/python -m pip --disable-pip-version-check --quiet
 $(ENGINES)/.installed: pyproject.toml constraints.txt Makefile

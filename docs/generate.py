@@ -14,6 +14,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from settings_tables import settings_table
+
 ROOT = Path(__file__).parent.parent
 PLANNING = json.loads((ROOT / "benchmarks/results/planning.json").read_text())
 VALIDATION = json.loads((ROOT / "benchmarks/results/validation.json").read_text())
@@ -36,6 +38,7 @@ FILES = (
     "docs/validation.md",
     "docs/transfer.md",
     "docs/codec.md",
+    "docs/settings.md",
 )
 
 
@@ -504,6 +507,9 @@ BLOCKS = {
     "compiled": compiled,
     "planning": planning,
     "predictions": predictions,
+    "settings-transfer": lambda: settings_table("config.py", "TransferSettings"),
+    "settings-engine": lambda: settings_table("config.py", "EngineSettings", prefix="WEFT_"),
+    "settings-loop": lambda: settings_table("rl/settings.py", "LoopSettings"),
     "vllm-stall": vllm_stall,
     "validation-summary": validation_summary,
     "validation-rows": validation_rows,

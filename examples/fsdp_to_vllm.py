@@ -2,7 +2,7 @@
 
     python examples/fsdp_to_vllm.py             # two trainer processes and vLLM, on a CPU, with a tiny model
 
-The trainer learns to repeat one token for ever; the engine says what it has learned so far, and is never reloaded.
+The trainer learns to repeat one token; the engine generates with what has been learned so far, and is never reloaded.
 """
 
 from __future__ import annotations

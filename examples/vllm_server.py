@@ -1,10 +1,10 @@
-"""A vLLM server that is kept fresh by a trainer, from start to end on one machine without a GPU.
+"""A vLLM server that a trainer keeps fresh, from start to end on one machine without a GPU.
 
     python examples/vllm_server.py              # a tiny model with random weights
     python examples/vllm_server.py MODEL_DIR    # any checkpoint vLLM can serve; it is "trained" by adding noise
 
-What a user adds to their own server are the variable and the option on the two lines marked below. The rest of this
-file is a trainer: it changes the weights, publishes them, and asks the server before and after.
+All you add to your own server are the option and the variable on the two lines marked below. The rest of this file is
+a trainer: it changes the weights, publishes them, and queries the server before and after.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ def main() -> None:
 
 
 def start_server(model: Path, controller: str) -> subprocess.Popen[bytes]:
-    """vLLM as ever, with two additions."""
+    """vLLM as usual, with two additions."""
     command = [
         *(sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--port", str(PORT)),
         *("--host", "127.0.0.1", "--dtype", "float32", "--max-model-len", "256", "--enforce-eager"),
-        *("--skip-tokenizer-init", "--enable-scale-out"),  # token numbers in and out: no tokenizer is needed
+        *("--skip-tokenizer-init", "--enable-scale-out"),  # token IDs in and out: no tokenizer needed
         *("--weight-transfer-config", '{"backend": "weft"}'),  # 1. weft's backend
     ]
     env = os.environ | {
@@ -70,7 +70,7 @@ def train(model_dir: Path, controller: str) -> None:
                 for parameter in model.parameters():
                     parameter.add_(0.05 * torch.randn_like(parameter))
             began = time.monotonic()
-            sender.publish(version=version).wait_committed()  # the server goes on answering meanwhile
+            sender.publish(version=version).wait_committed()  # the server keeps answering
             took = time.monotonic() - began
             print(f"version {version}: {ask()}  (published and served in {1e3 * took:.0f} ms)")
     served = request("weight_info")["weight_version"]
@@ -80,7 +80,7 @@ def train(model_dir: Path, controller: str) -> None:
 
 
 def ask() -> str:
-    """What the server says to a prompt, and which version of the weights said it."""
+    """The server's answer to a prompt, and the versions of the weights that produced it."""
     sampling = {"temperature": 0, "max_tokens": 8, "ignore_eos": True, "detokenize": False}
     choice = request("inference/v1/generate", {"token_ids": [1, 2, 3], "sampling_params": sampling})["choices"][0]
     return f"{choice['token_ids']} by {[span['version'] for span in choice['weight_versions']]}"

@@ -1,6 +1,6 @@
 """weft (WEight Fast Transfer): fresh policy weights from trainer ranks to engine ranks.
 
-The public names; everything is imported on first use, so `import weft` is cheap.
+The public names. Each is imported on first use, so `import weft` is cheap.
 """
 
 from __future__ import annotations

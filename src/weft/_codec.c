@@ -1,7 +1,7 @@
-/* What happens to bytes on their way: patches between two images of the same weights, and FP8.
+/* What happens to bytes in transit: patches between two images of the same weights, and FP8.
  *
- * Callers: weft/codec/, where the formats are described and the same is done in NumPy, slower, for machines without this
- * module. Addresses are not checked here; patches, which come from elsewhere, are. The interpreter lock is released.
+ * Callers: weft/codec/, which describes the formats and has a slower NumPy fallback for machines without this module.
+ * Addresses are not checked here; patches, which come from other members, are. The interpreter lock is released.
  */
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
@@ -119,7 +119,7 @@ static inline __attribute__((always_inline)) void find_changes(Found *found, uin
         found->is_full |= sum == GROUP;
         found->counts[group] = (unsigned char)sum;
         uint16_t *index = found->index + changes;
-        for (uint32_t i = 0; i < 4; i++) { /* mostly enough; what is too much is written over */
+        for (uint32_t i = 0; i < 4; i++) { /* usually enough; excess writes are overwritten */
             index[i] = (uint16_t)(first + (uint32_t)__builtin_ctzll(changed | UINT64_C(1) << 63));
             changed &= changed - 1;
         }
@@ -294,7 +294,7 @@ typedef struct {
     uint64_t num_rows, row;
 } Rows;
 
-/* The address of a byte of the image, and how many bytes follow it in the same row. Bytes are asked for in ascending order. */
+/* The address of a byte of the image, and how many bytes follow it in the same row. Bytes are requested in ascending order. */
 static inline unsigned char *find(Rows *rows, uint64_t byte, uint64_t *left) {
     while (rows->row < rows->num_rows && byte >= rows->begin[rows->row] + rows->length[rows->row]) rows->row++;
     if (rows->row == rows->num_rows || byte < rows->begin[rows->row]) return NULL;
@@ -361,7 +361,7 @@ static inline __attribute__((always_inline)) int apply_record(uint32_t width, Ro
     return 0;
 }
 
-/* Bounds are looked at again: a patch may lie in memory that others can write. */
+/* Bounds are checked again: a patch may lie in memory that others can write. */
 static inline __attribute__((always_inline)) int apply(uint32_t width, const unsigned char *patch, uint64_t size, uint64_t num_elements, Rows *rows) {
     uint64_t num_blocks = (num_elements + BLOCK - 1) / BLOCK;
     if (size < sizeof(Header) + num_blocks * sizeof(Entry)) return -1;
@@ -479,7 +479,7 @@ static inline __attribute__((always_inline)) void quantize_run(uint32_t width, u
         Single value = {bits_at(width, src, i)}, small;
         value.number *= factor;
         uint32_t magnitude = value.bits & MAGNITUDE, not_a_number = magnitude > INFINITE ? 0x7F : 0;
-        magnitude = magnitude < TOP ? magnitude : TOP; /* in integers: nothing to think of for what is not a number */
+        magnitude = magnitude < TOP ? magnitude : TOP; /* in integers: NaN needs no special case */
         small.bits = magnitude;
         small.number += 16384.0f;
         uint32_t large = (magnitude + 0x7FFFF + ((magnitude >> 20) & 1) - (120u << 23)) >> 20;
@@ -601,7 +601,7 @@ static PyObject *codec_amax(PyObject *self, PyObject *args) {
     Py_RETURN_NONE;
 }
 
-/* quantize(boxes, dst, bounded): the numbers of boxes are the factors of their blocks; places of codes count from `dst` */
+/* quantize(boxes, dst, bounded): the numbers of boxes are the factors of their blocks; places of codes are relative to `dst` */
 static PyObject *codec_quantize(PyObject *self, PyObject *args) {
     (void)self;
     PyObject *boxes;
@@ -625,7 +625,7 @@ static PyObject *codec_quantize(PyObject *self, PyObject *args) {
     Py_RETURN_NONE;
 }
 
-/* BF16 to FP32 is exact; FP32 to BF16 goes to the nearest, ties to even, and NaN stays one. */
+/* BF16 to FP32 is exact; FP32 to BF16 rounds to nearest, ties to even, and NaN stays NaN. */
 static void to_bf16(uint16_t *restrict dst, const uint32_t *restrict src, uint64_t count) {
     for (uint64_t i = 0; i < count; i++) {
         uint32_t bits = src[i], nearest = (bits + 0x7FFFu + ((bits >> 16) & 1u)) >> 16, nan = (bits >> 16) | 0x40u;
@@ -637,7 +637,7 @@ static void to_fp32(uint32_t *restrict dst, const uint16_t *restrict src, uint64
     for (uint64_t i = 0; i < count; i++) dst[i] = (uint32_t)src[i] << 16;
 }
 
-/* cast(matrices, dst): places of results count from `dst` */
+/* cast(matrices, dst): places of results are relative to `dst` */
 static PyObject *codec_cast(PyObject *self, PyObject *args) {
     (void)self;
     PyObject *matrices;

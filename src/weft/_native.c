@@ -93,7 +93,7 @@ static uint64_t run_shares(const Columns *columns, int num_threads, void (*work)
     work(&shares[0]);
     for (int t = 0; t < num_threads; t++) {
         if (t > 0 && started[t]) pthread_join(threads[t], NULL);
-        else if (t > 0) work(&shares[t]); /* no thread to be had: do it here */
+        else if (t > 0) work(&shares[t]); /* no thread available: do it here */
         result += shares[t].result;
     }
     return result;
@@ -138,12 +138,12 @@ static void copy_share(Share *share) {
 
 /* The digest: a weighted sum of bytes, modulo 2^64, so that digests of parts add up however the whole was cut.
  *
- * The digest's space is seen as words of 8 bytes; 8 words make a row of 64 bytes, 256 rows a block of 16 KiB. Word `w` of
- * column `j` in row `k` of block `b` counts
+ * The digest's space consists of words of 8 bytes; 8 words make a row of 64 bytes, 256 rows a block of 16 KiB. Word `w`
+ * of column `j` in row `k` of block `b` contributes
  *     block_weight(b) * ((alpha[j] + beta[j] * (256 - k)) * w + gamma[j] * (w >> 32))
- * The row's factor needs no multiplication: adding every running sum up once more weighs early rows more (Fletcher's
- * idea). The second term gives the upper half of a word, whose weight would lose its upper bits, a weight of its own.
- * Weights are odd, so no single wrong word goes unseen. Both ends of a transfer must agree on them, on every machine and
+ * The row's factor needs no multiplication: summing the running sums once more weighs early rows more (Fletcher's idea).
+ * The second term gives the upper half of a word, whose weight would lose its upper bits, a weight of its own. Weights
+ * are odd, so no single wrong word goes undetected. Both ends of a transfer must agree on them, on every machine and
  * device; weft/native.py has the same in NumPy. It guards against lost, misplaced and torn writes, not against malice. */
 #define COLUMNS 8
 #define ROWS 256
@@ -267,7 +267,7 @@ static void copy_digest_share(Share *share) {
     const uint64_t *group = share->columns->column[3], *length = share->columns->column[4];
     uint64_t position = 0;
     uint64_t *sums = (uint64_t *)calloc(share->num_sums, sizeof(uint64_t));
-    if (!sums) return; /* they stay wrong, which is noticed */
+    if (!sums) return; /* the sums stay wrong, which is detected */
     for (Py_ssize_t i = 0; i < share->columns->num_rows && position < share->end; position += length[i], i++) {
         if (position + length[i] <= share->begin) continue;
         uint64_t from = position < share->begin ? share->begin - position : 0;
@@ -313,7 +313,7 @@ static void *plane_share_run(void *argument) {
     const Columns *columns = share->columns;
     const uint64_t *rows = columns->column[PLANE_ROWS], *length = columns->column[PLANE_LENGTH], *bundle = columns->column[PLANE_BUNDLE];
     uint64_t *sums = share->digesting ? (uint64_t *)calloc(share->num_sums + 1, sizeof(uint64_t)) : NULL;
-    if (share->digesting && !sums) return NULL; /* they stay wrong, which is noticed */
+    if (share->digesting && !sums) return NULL; /* the sums stay wrong, which is detected */
     uint64_t position = 0;
     for (Py_ssize_t first = 0, next; first < columns->num_rows && position < share->end; first = next) {
         uint64_t width = 0;
@@ -373,7 +373,7 @@ static PyObject *native_walk_planes(PyObject *self, PyObject *args) {
     plane_share_run(&shares[0]);
     for (int t = 0; t < num_threads; t++) {
         if (t > 0 && started[t]) pthread_join(threads[t], NULL);
-        else if (t > 0) plane_share_run(&shares[t]); /* no thread to be had: do it here */
+        else if (t > 0) plane_share_run(&shares[t]); /* no thread available: do it here */
         result += shares[t].result;
     }
     Py_END_ALLOW_THREADS
@@ -382,7 +382,7 @@ static PyObject *native_walk_planes(PyObject *self, PyObject *args) {
     return PyLong_FromUnsignedLongLong(result);
 }
 
-/* The functions all look alike: columns, then the number of threads. */
+/* All functions take columns, then the number of threads. */
 static PyObject *run(PyObject *args, int num_columns, void (*work)(Share *)) {
     PyObject *objects[MAX_COLUMNS];
     if (PyTuple_GET_SIZE(args) != num_columns + 1) {

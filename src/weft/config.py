@@ -24,7 +24,7 @@ class ReceiverMode(enum.StrEnum):
     """Where a receiver lets writes land."""
 
     SHADOW = "shadow"
-    """In staging memory, beside generation; the pause is the commit's local copy."""
+    """In staging memory, while the engine generates; the pause is the commit's local copy."""
     IN_PLACE = "in_place"
     """In the live tensors; the pause lasts from the first write to the commit."""
     PATCH = "patch"
@@ -62,10 +62,10 @@ class StagingPolicy(enum.StrEnum):
     """Where a trainer keeps what it sends."""
 
     NONE = "none"
-    """Sent straight from the weights where nothing changes on the way; the weights are released when it was sent."""
+    """Sent straight from the weights where no conversion is needed; the weights are released once they are sent."""
     CPU = "cpu"
-    """A copy in host memory, as engines want it; the weights are released after one pass, and sent while training goes
-    on."""
+    """A copy in host memory, in the engines' format; the weights are released after one pass, and the copy is sent
+    while training continues."""
 
 
 AnyEnum = TypeVar("AnyEnum", bound=enum.StrEnum)
@@ -80,7 +80,11 @@ def _member_of(kind: type[AnyEnum], value: str, name: str) -> AnyEnum:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransferSettings:
-    """How members transfer versions. They live with the controller, which ships them to every member that joins."""
+    """How members transfer versions. They live with the controller, which ships them to every member that joins.
+
+    >>> TransferSettings(mode="in_place", delta="on").mode
+    <ReceiverMode.IN_PLACE: 'in_place'>
+    """
 
     mode: ReceiverMode = ReceiverMode.SHADOW
     """Where receivers let writes land."""
@@ -89,7 +93,7 @@ class TransferSettings:
     delta: DeltaPolicy = DeltaPolicy.OFF
     """Whether only what changed is sent. Trainers keep two copies of what they send."""
     anchor_every: int = 20
-    """With `delta`: every so many versions one is sent whole."""
+    """With `delta`: one version in this many is sent whole."""
     patch_share: float = 0.05
     """With `delta`: memory for patches on an engine rank, as a share of the bytes it receives. A version with longer
     patches is sent whole."""
@@ -98,36 +102,36 @@ class TransferSettings:
     staging: StagingPolicy = StagingPolicy.NONE
     """Whether trainers keep a copy of what they send, so that the weights may change while it is on its way."""
     chunk_bytes: int = 0
-    """What is converted, compared and sent at a time, where bytes change on their way. 0: 32 MiB, on GPUs 1 GiB."""
+    """Bytes converted, compared and sent at a time, where they change on the way. 0: 32 MiB, on GPUs 1 GiB."""
     staging_bytes: int = 0
-    """Most bytes of chunks one trainer has converted, or compared, and not yet sent. 0: 256 MiB, on GPUs 4 GiB."""
+    """Limit on chunk bytes that one trainer has converted or compared but not yet sent. 0: 256 MiB, on GPUs 4 GiB."""
     min_write_bytes: int = 0
     """Runs shorter than this are packed instead of being written one by one, over transports that take descriptors.
-    0: what the topology's costs say."""
+    0: derived from the topology's costs."""
     window_bytes: int = 0
     """Memory of an engine rank through which packed chunks reach its live weights: in mode `in_place` where the
-    transport takes descriptors, with patches versions that are sent whole. 0: 256 MiB, on GPUs 1 GiB."""
+    transport takes descriptors, in mode `patch` for versions that are sent whole. 0: 256 MiB, on GPUs 1 GiB."""
     allow_nonfinite: bool = False
     """Quantise NaN and infinities (to NaN and ±448) instead of refusing the version."""
     transport: str = "auto"
     """`auto` takes the fastest for each link; a name is used for every link, or refused."""
     allow_fallback: bool = False
-    """Take a slower transport, with a warning, where the one that is meant does not work."""
+    """Use a slower transport, with a warning, where the intended one does not work."""
     num_threads: int = 1
-    """Threads one trainer copies with."""
+    """Copy threads per trainer."""
     nixl_devices: str = ""
     """Network devices UCX may use, such as `mlx5_0:1`; empty: all."""
     beat_s: float = 0.5
-    """How often members and the controller say that they are alive."""
+    """Heartbeat interval of members and the controller."""
     silence_s: float = 5.0
     """A member, or the controller, that has been silent for this long is lost."""
     version_s: float = 60.0
     """A version that is not ready everywhere in this time is aborted."""
     commit_s: float = 30.0
-    """An engine that has not committed a version this long after it was decided is dropped, and joins again when its
+    """An engine that has not committed a version this long after it was decided is dropped; it joins again when its
     thread is back."""
     pause_s: float = 30.0
-    """The same for an engine that does not stand still for a version in place."""
+    """The same for an engine that does not pause for an in-place version."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "mode", _member_of(ReceiverMode, self.mode, "mode"))
@@ -149,8 +153,8 @@ class TransferSettings:
                 raise ConfigError(f"{name} is {getattr(self, name)}", hint="expected more than 0 and at most 86400 s")
         if self.silence_s < 2 * self.beat_s:
             raise ConfigError(
-                f"silence_s ({self.silence_s}) is less than two beats ({self.beat_s} s each)",
-                hint="a member would be lost between two signs of life",
+                f"silence_s ({self.silence_s}) is less than two heartbeats ({self.beat_s} s each)",
+                hint="a member would be declared lost between two heartbeats",
             )
         if not 0.0 < self.patch_share <= 1.0:
             raise ConfigError(f"patch_share is {self.patch_share}", hint="expected more than 0 and at most 1")
@@ -170,7 +174,7 @@ class TransferSettings:
             raise ConfigError(f"staging_bytes is {staging}", hint=f"expected four chunks ({least}) or more; or 0")
 
     def chunk_bytes_on(self, device: str) -> int:
-        """What a member with weights on a device deals with at a time."""
+        """Chunk size of a member with weights on a device."""
         return self.chunk_bytes or (32 * MIB if device == "cpu" else LARGEST_CHUNK)
 
     def window_bytes_on(self, device: str) -> int:
@@ -178,12 +182,12 @@ class TransferSettings:
         return self.window_bytes or (256 * MIB if device == "cpu" else 1024 * MIB)
 
     def staging_bytes_on(self, device: str) -> int:
-        """Most bytes of chunks a trainer keeps."""
+        """Limit on chunk bytes that a trainer holds."""
         return self.staging_bytes or max(4 * self.chunk_bytes_on(device), 256 * MIB)
 
 
 SPARE_BYTES = 64 * MIB
-"""Beside the weights: alignment, and room for small patches."""
+"""On top of the weights: alignment, and room for small patches."""
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
 
 
@@ -191,19 +195,19 @@ def parsed_size(text: str) -> int:
     """Bytes of a size such as `20GiB`; raises ConfigError."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", text.strip())
     if match is None or match[2].upper() not in _UNITS:
-        raise ConfigError(f"`{text}` is not a size", hint="for example 20GiB, 500MB, or one of the modes; or none")
+        raise ConfigError(f"`{text}` is not a size", hint="use a size such as 20GiB or 500MB, a receiver mode, or none")
     return int(float(match[1]) * _UNITS[match[2].upper()])
 
 
 class CachePolicy(enum.StrEnum):
-    """What becomes of keys and values that older weights computed, when an engine commits a version."""
+    """What happens to KV cache entries computed with older weights when an engine commits a version."""
 
     KEEP = "keep"
-    """Running requests go on with theirs; later ones do not find them."""
+    """Running requests keep their entries; later requests do not find them."""
     RECOMPUTE = "recompute"
-    """All are dropped; running requests compute theirs again, with the new weights."""
+    """All entries are dropped; running requests recompute theirs with the new weights."""
     REUSE = "reuse"
-    """Nothing is dropped: later requests may start from what older weights computed."""
+    """Nothing is dropped: later requests may reuse entries computed with older weights."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -211,23 +215,23 @@ class EngineSettings:
     """How an inference engine (vLLM, SGLang) takes part. Given to the engine, or as `WEFT_*` variables."""
 
     controller: str = ""
-    """Address of the controller (`WEFT_CONTROLLER`). Empty: the engine waits until somebody tells it."""
+    """Address of the controller (`WEFT_CONTROLLER`). Empty: the engine waits until it is given one."""
     first_rank: int = 0
     """Rank of the engine's first worker among all engine ranks; 2 for the second engine of two ranks each."""
     cache: CachePolicy = CachePolicy.KEEP
-    """What becomes of keys and values that older weights computed."""
+    """What happens to KV cache entries computed with older weights."""
     keys: str = ""
     """Folder with `controller.pub` and the member's own key."""
     key: str = "engine"
     """Name of the member's key in that folder."""
     stand_still_s: float = 120.0
-    """Longest time an engine stands still for a version."""
+    """Longest time an engine pauses for a version."""
     reserve: str = "shadow"
-    """What is set aside for versions before the KV cache gets the rest: what a mode needs (`shadow`, `in_place`,
+    """Memory set aside for versions before the KV cache takes the rest: what a mode needs (`shadow`, `in_place`,
     `patch`), a size such as `20GiB`, or `none`. See `reserved_bytes`."""
 
     def reserved_bytes(self, weight_bytes: int, device: str) -> int:
-        """For an engine rank with so many bytes of weights. A bound for modes; their exact need is in the plan."""
+        """Bytes to reserve for so many bytes of weights. For modes an upper bound; the plan has the exact figure."""
         settings = TransferSettings()
         patches = settings.patch_share * weight_bytes + SPARE_BYTES
         match self.reserve:
@@ -271,17 +275,17 @@ def engine_settings(given: Mapping[str, Any], env: Mapping[str, str] | None = No
 
 
 LARGEST_CHUNK = 1024 * MIB
-"""Of those chosen by default."""
+"""The largest chunk size chosen by default."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """Settings of planning and scheduling; integers, in the unit their name ends with."""
+    """Settings of planning and scheduling: integers, in the unit at the end of their name."""
 
     chunk_bytes: int = 64 * MIB
     """Most bytes one scheduled Chunk carries."""
     min_write_bytes: int = 0
-    """Runs shorter than this are packed instead of being written one by one. 0: what the topology's costs say."""
+    """Runs shorter than this are packed instead of being written one by one. 0: derived from the topology's costs."""
     max_staging_bytes: int = 2048 * MIB
     """Bytes of slots one trainer rank may have in flight (packed, converted, not yet written)."""
 
@@ -320,7 +324,7 @@ def read_toml(path: Path) -> dict[str, Any]:
         with path.open("rb") as file:
             return tomllib.load(file)
     except OSError as error:
-        raise ConfigError(f"cannot read `{path}`: {error.strerror}") from error
+        raise ConfigError(f"`{path}` cannot be read: {error.strerror}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"`{path}` is not TOML: {error}") from error
 

@@ -1,4 +1,4 @@
-"""Where memory lies, and who does bulk work on it: the C module for `cpu`, Triton kernels for `cuda:N`.
+"""Where memory lies, and what does bulk work on it: the C module for `cpu`, Triton kernels for `cuda:N`.
 
 work = device_work("cuda:0")
 work.copy(dst, src, length)             # the same calls as weft.native, on columns of device addresses
@@ -21,7 +21,7 @@ class DeviceWork(Protocol):
     """Bulk work on one device's memory. Calls return when the work is done."""
 
     def synchronize(self) -> None:
-        """Wait until work that was queued on the device is done."""
+        """Wait until all work queued on the device is done."""
 
     def copy(self, dst: Column, src: Column, length: Column, *, num_threads: int = 1) -> int:
         """Copy rows; returns the bytes copied."""
@@ -45,14 +45,14 @@ class DeviceWork(Protocol):
 def memory_kind(device: str) -> str:
     """`cpu` or `cuda`."""
     if not _DEVICE.fullmatch(device):
-        raise ConfigError(f"`{device}` is no device", hint="cpu, or cuda:0, cuda:1, …")
+        raise ConfigError(f"unknown device `{device}`", hint="cpu, or cuda:0, cuda:1, …")
     return device.partition(":")[0]
 
 
 def device_number(device: str, visible: str | None) -> int | None:
-    """Which of the host's GPUs a device is; None: none, or not known.
+    """Which of the host's GPUs a device is; None: none, or unknown.
 
-    `visible` is `CUDA_VISIBLE_DEVICES`: a process that sees GPUs 2 and 3 only calls them `cuda:0` and `cuda:1`.
+    `visible` is `CUDA_VISIBLE_DEVICES`: a process that sees only GPUs 2 and 3 calls them `cuda:0` and `cuda:1`.
     """
     if memory_kind(device) == CPU:
         return None
@@ -64,7 +64,7 @@ def device_number(device: str, visible: str | None) -> int | None:
 
 
 def device_work(device: str) -> DeviceWork:
-    """Who works on a device's memory."""
+    """The implementation for a device's memory."""
     if memory_kind(device) == CPU:
         return native
     from weft.gpu import GpuWork  # noqa: PLC0415 - torch and Triton only where there is a GPU

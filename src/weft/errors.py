@@ -10,8 +10,8 @@
     │   ├── PeerLost                a member that is gone or silent
     │   └── TransferTimeout         a deadline that has passed
     ├── CodecError        bytes that cannot be decoded, or converted
-    ├── IntegrityError    bytes that are not those that were sent
-    ├── ProtocolError     a message that makes no sense
+    ├── IntegrityError    bytes that differ from those that were sent
+    ├── ProtocolError     an invalid message
     ├── AuthError         a key that does not permit this
     └── VersionError      a version that cannot be published, or was aborted
 
@@ -25,7 +25,15 @@ from __future__ import annotations
 
 
 class WeftError(Exception):
-    """Base of all weft errors. `hint` says what to do about it."""
+    """Base of all weft errors. `hint` says what to do about it.
+
+    >>> import weft
+    >>> try:
+    ...     weft.load_topology("h100-ib4000")
+    ... except weft.WeftError as error:
+    ...     print(error.hint)
+    did you mean h100-ib400? presets: ...
+    """
 
     def __init__(self, message: str, *, hint: str | None = None) -> None:
         super().__init__(message)
@@ -39,7 +47,7 @@ class ConfigError(WeftError):
 class LayoutError(WeftError):
     """Tensors and shards do not fit together. `problems` names every tensor concerned.
 
-    `members` are those that differ from the others, where it is known.
+    `members` are those that differ from the others, where known.
     """
 
     def __init__(
@@ -84,20 +92,20 @@ class TransferTimeout(TransportError):
 
 
 class ProtocolError(WeftError):
-    """A control message is not one of ours, or does not fit the moment."""
+    """A control message is invalid, or out of place."""
 
 
 class AuthError(WeftError):
-    """A member has no key, or not one that is allowed."""
+    """A member has no key, or one that is not allowed."""
 
 
 class VersionError(WeftError):
-    """A version does not fit: published out of order, or on the wrong base."""
+    """A version is out of order, has the wrong base, or was aborted."""
 
 
 class CodecError(WeftError):
-    """A patch or a conversion that cannot be done, or data that is damaged."""
+    """A patch or a conversion failed, or its data is damaged."""
 
 
 class IntegrityError(WeftError):
-    """Bytes that arrived are not the bytes that were sent."""
+    """The bytes that arrived differ from the bytes that were sent."""

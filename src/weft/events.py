@@ -15,13 +15,13 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Event:
-    """One thing that happened on one member. Times are seconds since the start of the update."""
+    """One span or instant on one member. Times are seconds since the start of the update."""
 
     name: str
     member: str
-    """Who: `trainer 3`, `engine 7`, `controller`."""
+    """Such as `trainer 3`, `engine 7`, `controller`."""
     lane: str
-    """Which of its resources: `h2d`, `stream`, `nic`, `main`."""
+    """The resource it ran on: `h2d`, `stream`, `nic`, `main`."""
     start_s: float
     duration_s: float = 0.0
     num_bytes: int = 0
@@ -60,7 +60,7 @@ class Recorder:
 
 
 def busy_seconds(events: Iterable[Event]) -> dict[str, float]:
-    """Seconds of all spans of each name."""
+    """Total seconds of the spans of each name."""
     busy: dict[str, float] = {}
     for event in events:
         busy[event.name] = busy.get(event.name, 0.0) + event.duration_s

@@ -1,7 +1,7 @@
 """Memory work in bulk: copies, the digest, writes into another process, arrival counters.
 
-A small C module does it at memory speed without a Python loop per piece. It is built at install; where it could not be,
-the same functions run on ctypes and NumPy, slower, and say so once.
+A small C module does it at memory speed without a Python loop per piece. It is built at install; if that failed, the
+same functions run on ctypes and NumPy, more slowly, and warn once.
 
 All columns are `uint64` NumPy arrays of addresses, byte positions and byte lengths.
 """
@@ -57,9 +57,9 @@ def copy(dst: Column, src: Column, length: Column, *, num_threads: int = 1) -> i
 
 
 def digest(address: Column, position: Column, length: Column, *, num_threads: int = 1) -> int:
-    """Digest of bytes in memory; `position[i]` is where run i lies in the digest's space.
+    """Digest of bytes in memory; `position[i]` is the position of run i in the digest's space.
 
-    The digest is a weighted sum modulo 2^64, so digests of parts add up to the digest of the whole, however the whole
+    The digest is a weighted sum modulo 2^64, so the digests of the parts add up to the digest of the whole, however it
     was cut.
     """
     if _native is not None:
@@ -100,7 +100,7 @@ def copy_digests(
 
 
 def copy_planes(planes: Planes, *, num_threads: int = 1) -> int:
-    """Copy what planes say; returns the bytes copied."""
+    """Copy planes; returns the bytes copied."""
     if _native is not None:
         return int(_native.walk_planes(_table(planes), np.zeros(0, dtype=np.uint64), True, num_threads))
     dst, src, length, _ = planes.runs
@@ -137,7 +137,7 @@ def _table(planes: Planes) -> tuple[Column, ...]:
 
 
 def _positions(planes: Planes) -> tuple[Column, Column, Column]:
-    """Their places in the digest's space, and the digest each belongs to."""
+    """Their positions in the digest's space, and the digest each belongs to."""
     assert planes.position is not None
     assert planes.position_stride is not None
     group = np.zeros(len(planes), dtype=np.uint64) if planes.group is None else planes.group
@@ -145,7 +145,7 @@ def _positions(planes: Planes) -> tuple[Column, Column, Column]:
 
 
 def digest_bytes(data: NDArray[np.uint8], position: int) -> int:
-    """The digest in NumPy: the stated reference of the C and GPU code, which say what it is made of."""
+    """The digest in NumPy: the reference for the C and GPU code, where its formula is documented."""
     head = position % 8
     padded = np.zeros(-(-(head + len(data)) // 8) * 8, dtype=np.uint8)
     padded[head : head + len(data)] = data
@@ -157,7 +157,7 @@ def digest_bytes(data: NDArray[np.uint8], position: int) -> int:
 
 
 def write_process(pid: int, dst: Column, src: Column, length: Column) -> int:
-    """Write into ordinary memory of another process of this host; raises OSError, never writes short silently."""
+    """Write into ordinary memory of another process of this host; raises OSError, never a silent short write."""
     if _native is not None:
         return int(_native.write_process(pid, dst, src, length))
     _say_slower()

@@ -283,7 +283,7 @@ def test_a_stranger_at_the_peers_address_is_recognised(pair):
     with MooncakeTransport("engine 0") as stranger:
         expected = stranger.endpoint
         stranger._control[0] ^= 1
-        with pytest.raises(PeerLost, match="does not know the cookie"):
+        with pytest.raises(PeerLost, match="its cookie does not match"):
             pair.writer.connect(expected, [])
     assert pair.writer.prepare(pair.peer, *pair.rows([0], [8])).num_bytes == 8  # what was known stays
 

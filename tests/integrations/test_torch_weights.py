@@ -98,7 +98,7 @@ def test_memory_that_somebody_else_holds_is_not_moved():
     weights = weights_of(net)
     view = net.up.weight.detach()[1:]
     assert weights_of(net).rehome is None
-    with ShmTransport("engine 0") as transport, pytest.raises(RegistrationError, match="somebody else"):
+    with ShmTransport("engine 0") as transport, pytest.raises(RegistrationError, match="held by another object"):
         weights.rehome(transport.allocate)
     del view
     assert weights_of(net).rehome is not None

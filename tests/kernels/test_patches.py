@@ -162,7 +162,7 @@ def test_damaged_patches_are_refused_or_stay_inside(work):
 
 @pytest.mark.parametrize(
     ("base", "version", "cut", "said"),
-    [(3, 2, 0, "from version 1"), (1, 9, 0, "to version 2"), (1, 2, 8, "no sound patch"), (1, 2, -8, "are used")],
+    [(3, 2, 0, "to version 1"), (1, 9, 0, "for version 2"), (1, 2, 8, "no valid patch"), (1, 2, -8, "are used")],
 )
 def test_what_does_not_fit_is_refused(work, base, version, cut, said):
     layout = layout_of((2, 700))

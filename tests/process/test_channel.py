@@ -203,17 +203,17 @@ def test_impossible_addresses(address):
 
 
 def test_a_port_in_use_is_named(server):
-    with pytest.raises(ConfigError, match="cannot listen"):
+    with pytest.raises(ConfigError, match="listening on"):
         Server(server.address, messages=MESSAGES)
 
 
 def test_key_files(keys, tmp_path):
     assert (keys / "trainer.key").stat().st_mode & 0o777 == 0o600
     assert "secret" not in repr(load_keys(keys / "trainer.key"))
-    with pytest.raises(ConfigError, match="exists already"):
+    with pytest.raises(ConfigError, match="already exists"):
         make_keys(keys, ["engine", "trainer"])
     assert not (keys / "engine.key").exists()
-    with pytest.raises(ConfigError, match="cannot name a key"):
+    with pytest.raises(ConfigError, match="invalid key name"):
         make_keys(keys, ["../evil"])
     (keys / "trainer.key").chmod(0o644)
     with pytest.raises(AuthError, match="read by others"):
@@ -244,7 +244,7 @@ def test_what_a_key_permits_comes_from_its_name_or_the_options(tmp_path):
         make_keys(tmp_path, ["alice"], side="boss")
     with pytest.raises(WeftError, match="not a list of ranks"):
         make_keys(tmp_path, ["alice"], side="engine", ranks="1-")
-    with pytest.raises(ConfigError, match="cannot name"):
+    with pytest.raises(ConfigError, match="invalid member name"):
         make_keys(tmp_path, ["../evil"], side="engine")
 
 

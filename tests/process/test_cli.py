@@ -94,7 +94,7 @@ def test_validate_runs_the_tests_that_were_asked_for():
     [
         (("plan", "qwen9", "--trainer", "fsdp2", "--engine", "tp2"), "unknown model `qwen9`"),
         (("plan",), "no model given"),
-        (("plan", "gpt2", "--model", "qwen3-8b"), "both `gpt2` and `qwen3-8b`"),
+        (("plan", "gpt2", "--model", "qwen3-8b"), "two names to plan, `gpt2` and `qwen3-8b`"),
         (("plan", "qwen3-8b", "--engine", "tp2"), "no trainer layout"),
         (("plan", "qwen3-8b", "--trainer", "tp3", "--engine", "tp2"), "32 attention heads over 3 parts"),
         (("plan", "qwen3-8b", "--trainer", "fsdp2", "--engine", "tp3"), "32 attention heads over 3 parts"),
@@ -112,21 +112,21 @@ def test_validate_runs_the_tests_that_were_asked_for():
             ("plan", "qwen3-8b", "--trainer", "fsdp2", "--engine", "tp2", "--topology", "lan"),
             "unknown topology",
         ),
-        (("plan", "--load", "/nonexistent.plan"), "cannot read `/nonexistent.plan`"),
+        (("plan", "--load", "/nonexistent.plan"), "`/nonexistent.plan` cannot be read"),
         (("plan", "--load", "/nonexistent.plan", "--trainer", "fsdp2"), "--load together with a case"),
-        (("plan", "qwen3-8b", "--trainer", "fsdp2", "--engine", "tp2", "--replicas", "0"), "0 engine replicas"),
+        (("plan", "qwen3-8b", "--trainer", "fsdp2", "--engine", "tp2", "--replicas", "0"), "replicas is 0"),
         (("plan", "qwen3-8b", "--trainer", "fsdp" + "9" * 5000, "--engine", "tp2"), "cannot read"),
         (("plan", "qwen3-8b", "--trainer", "fsdp2", "--engine", "x.json", "--dtype", "bf16"), "--dtype with"),
         (("plan", *SMALL, "--ignore", "visual.*"), "ignore: `visual.*` matches no trainer tensor"),
         (("simulate", *SMALL, "--ignore", "model.norm.weight"), "ignored: model.norm.weight"),
         (("plan", "--load", "/nonexistent.plan", "--ignore", "w"), "--load together with a case"),
         (("plan", *SMALL, "--explain", "nothing"), "no tensor `nothing`"),
-        (("plan", *SMALL, "--svg", "picture.jpg"), "cannot draw"),
-        (("plan", *SMALL, "--save", "/nonexistent/a.plan"), "cannot write"),
-        (("plan", *SMALL, "--config", "/nonexistent.toml"), "cannot read"),
+        (("plan", *SMALL, "--svg", "picture.jpg"), "is neither .svg nor .html"),
+        (("plan", *SMALL, "--save", "/nonexistent/a.plan"), "cannot be written"),
+        (("plan", *SMALL, "--config", "/nonexistent.toml"), "cannot be read"),
         (("simulate", *SMALL, "--mode", "magic"), "unknown mode `magic`"),
-        (("simulate", *SMALL, "--mode", "patch"), "say how much changes: --delta-density"),
-        (("simulate", *SMALL, "--delta-density", "2"), "a delta density of 2.0"),
+        (("simulate", *SMALL, "--mode", "patch"), "give the fraction that changes: --delta-density"),
+        (("simulate", *SMALL, "--delta-density", "2"), "delta density is 2.0"),
         (("simulate", *SMALL, "--beside-gather"), "--beside-gather needs a published run"),
         (("simulate", *SMALL, "--skew-ms", "-3"), "skew"),
         (("validate", "--nonsense"), "No such option"),
@@ -173,4 +173,4 @@ def test_keys_are_made_once(tmp_path):
     assert [path.rpartition("/")[2] for path in json.loads(done.stdout)] == ["controller.key", "trainer.key"]
     again = weft("keys", "trainer", "--folder", str(tmp_path / "k"))
     assert again.returncode == 2
-    assert "exists already" in again.stderr
+    assert "already exists" in again.stderr

@@ -213,7 +213,7 @@ def test_strangers_and_those_of_another_round_are_not_heard(pair):
     server, client, _ = pair
     with Client(at(server).address, member="trainer 7", messages=BetweenTrainers, protocol=PROTOCOL) as stranger:
         stranger.send(Introduction(round=ROUND, blocks=b""))
-        with pytest.raises(WeftError, match="trainer 7 holds no blocks together with it"):
+        with pytest.raises(WeftError, match="trainer 7 shares no FP8 blocks with it"):
             stranger.receive(SOON_S)
     with Client(at(server).address, member="trainer 1", messages=BetweenTrainers, protocol=PROTOCOL) as old:
         old.send(Introduction(round=ROUND - 1, blocks=b"junk"))

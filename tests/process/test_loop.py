@@ -233,20 +233,20 @@ def test_bad_options_are_errors_before_anything_starts(tmp_path):
     for options, message in (
         ({"rollouts_per_rank": 7, "minibatches": 2}, "do not divide"),
         ({"dtype": "fp8"}, "cannot train in fp8"),
-        ({"mode": "patch"}, "only what changed"),
-        ({"method": "broadcast", "delta": True}, "are weft's"),
+        ({"mode": "patch"}, "without delta"),
+        ({"method": "broadcast", "delta": True}, "has neither delta nor mode"),
         ({"resume": True}, "need a folder"),
         ({"device": "tpu"}, "unknown device"),
-        ({"iterations": 0}, "wrong setting"),
-        ({"method": "pigeon"}, "wrong setting"),
-        ({"unheard": 1}, "wrong setting"),
+        ({"iterations": 0}, "invalid setting"),
+        ({"method": "pigeon"}, "invalid setting"),
+        ({"unheard": 1}, "invalid setting"),
     ):
         with pytest.raises(ConfigError, match=message):
             LoopSettings.of(**options)
     for options, message in (
         ({"task": "poetry"}, "unknown task"),
-        ({"task": "json:nothing"}, "cannot load the task"),
-        ({"model": str(tmp_path)}, "no model"),
+        ({"task": "json:nothing"}, "cannot be loaded"),
+        ({"model": str(tmp_path)}, "cannot be read"),
         ({"model": "gpt2"}, "Hugging Face"),
         ({"ranks_per_engine": 3}, "do not divide"),
         ({"weights": str(tmp_path)}, "no safetensors"),

@@ -259,7 +259,7 @@ def test_a_trainer_that_cannot_be_given_credits_does_not_cost_its_engine_the_mem
             bad.send(Want(version=1))
             assert not bad.hear(Decide).commit
             bad.send(Stopped(version=1, reason="", has_written=False))
-            with pytest.raises(WeftError, match="trainer 1 cannot be given credits"):
+            with pytest.raises(WeftError, match="credits cannot be returned to trainer 1"):
                 publication.wait_committed(SOON_S)
             bad.send(Leave())
             wait_until(lambda: "trainer 1" not in controller.statistics().members, SOON_S, "it has left")

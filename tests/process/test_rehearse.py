@@ -38,4 +38,4 @@ def test_a_rehearsal_counts_what_was_planned_and_keeps_the_plan_when_members_ret
 def test_more_losses_than_members_are_refused():
     done = weft(*SMALL, "--kill", "4")
     assert done.returncode == 2
-    assert "4 of 7 members are to be lost" in done.stderr
+    assert "4 of 7 members cannot be killed" in done.stderr

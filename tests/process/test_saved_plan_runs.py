@@ -150,7 +150,7 @@ def test_members_that_differ_are_refused_with_every_difference(saved):
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        (("--plan", "none.plan"), "cannot read `none.plan`"),
+        (("--plan", "none.plan"), "`none.plan` cannot be read"),
         (("--policy", "fair"), "unknown policy `fair`"),
         (("--topology", "h200"), "unknown topology `h200`"),
     ],

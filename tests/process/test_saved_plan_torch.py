@@ -80,7 +80,7 @@ def test_an_engine_that_cuts_otherwise_is_refused_by_name(config):
         with pytest.raises(ProtocolError, match=r"members differ from the plan in \d+ points") as caught:
             senders[0].publish(version=1).wait_committed(WAIT_S)
         told = str(caught.value)
-        assert f"the plan brings {QUERIES}[0:32, 0:64] as fp32 to engine rank 0, which has no place for it" in told
-        assert f"{QUERIES}: engine rank 0 takes [0:64, 0:64] as fp32, which the plan does not bring" in told
+        assert f"the plan sends {QUERIES}[0:32, 0:64] as fp32 to engine rank 0, which has no place for it" in told
+        assert f"{QUERIES}: engine rank 0 takes [0:64, 0:64] as fp32, which the plan does not send" in told
 
     run(plan_for(config, engine="tp2", num_replicas=1), config, check)

@@ -159,14 +159,14 @@ def test_an_engine_that_does_not_stand_still_is_left_out(fleet):
     fleet.publish(1)
     fleet.engines[1].hold()
     if fleet.controller._needed_engines == 2:
-        with pytest.raises(WeftError, match=f"did not stand still for version 2 in {STALLED_S} s"):
+        with pytest.raises(WeftError, match=f"did not pause for version 2 in {STALLED_S} s"):
             fleet.publish(2)
         assert fleet.engines[0].serves == [1.0], "the engine that stood still goes on"
         assert not fleet.engines[0].receivers[0].is_poisoned
     else:
         fleet.publish(2)
         assert fleet.engines[0].serves == [2.0]
-    fleet.wait_lost("engine 1", "did not stand still for version 2")
+    fleet.wait_lost("engine 1", "did not pause for version 2")
     assert fleet.engines[1].serves == [1.0], "nobody wrote into an engine that generates"
     fleet.engines[1].go_on()
     fleet.wait_complete()

@@ -62,7 +62,7 @@ def test_an_engine_that_waited_in_vain_takes_later_versions():
         source["a"][...] = 1.0
         sender.publish(version=1).wait_committed(20.0)
         engine.join(20.0)
-        with pytest.raises(TransferTimeout, match="got no version"):
+        with pytest.raises(TransferTimeout, match="received no version"):
             receiver.take(0.05)
         assert not receiver.is_poisoned
         engine = threading.Thread(target=lambda: taken.append(receiver.take(20.0)))

@@ -248,7 +248,7 @@ def test_a_box_outside_its_matrix_is_not_read():
     held = Quantised([((4, 4), Scaling.BLOCK, 0, [((0, 0), (4, 4))], 4)], 0)
     chunk = quantised_chunk(held)
     chunk.boxes.table[0, Conversion._fields.index("first_row")] = 1
-    with pytest.raises(CodecError, match=r"`w0`: a box of \[4, 4\] at \[1, 0\] in a matrix of \[4, 4\]"):
+    with pytest.raises(CodecError, match=r"`w0`: box of \[4, 4\] at \[1, 0\] lies outside its matrix of \[4, 4\]"):
         CpuConverter(held.grids).fill(chunk, 0)
 
 

@@ -243,5 +243,5 @@ def test_whole_versions_are_asked_for_only_where_patches_are_sent():
     with pytest.raises(ProtocolError, match="trainer 0 wants to write whole versions"):
         check_written(0, asked, {0, 1}, {1: 64})
     for wrong in ([7], [1, 1]):
-        with pytest.raises(ProtocolError, match="not to some of"):
+        with pytest.raises(ProtocolError, match="expected a subset of"):
             check_written(0, Written(version=1, parts=[], losses=[], whole=wrong), {0, 1}, None)

@@ -91,7 +91,7 @@ def test_boxes_that_do_not_fit_together_are_refused(name, value):
     names = LinkBoxes.__slots__
     altered = LinkBoxes(**{other: column if other == name else getattr(boxes, other) for other in names})
     assert len(LinkBoxes.decode(boxes.encode())) == len(boxes)
-    with pytest.raises(ProtocolError, match="does not fit together"):
+    with pytest.raises(ProtocolError, match="is inconsistent"):
         LinkBoxes.decode(altered.encode())
 
 

@@ -48,7 +48,7 @@ def test_transfer_settings_take_names_and_refuse_what_cannot_be():
     for wrong, told in [
         ({"mode": "sideways"}, "unknown mode"),
         ({"digest": "maybe"}, "unknown digest"),
-        ({"silence_s": 0.5}, "two beats"),
+        ({"silence_s": 0.5}, "two heartbeats"),
         ({"version_s": 0.0}, "version_s"),
         ({"num_threads": 0}, "num_threads"),
         ({"delta": "perhaps"}, "unknown delta"),

@@ -67,7 +67,7 @@ def test_a_patch_that_names_no_base_but_needs_one_is_refused() -> None:
     now[5] = 1
     patch = encoded(now, old)
     patch[24:32] = 0xFF
-    with pytest.raises(CodecError, match="needs a base and names none"):
+    with pytest.raises(CodecError, match="needs a base but names none"):
         check(patch)
 
 

@@ -69,7 +69,7 @@ def test_a_missing_fragment_is_noticed(missing):
     [
         ([(0, 100, b"x" * 925)], "exceeds the limit"),
         ([(0, 1 << 63, b"x")], "exceeds the limit"),
-        ([(0, 10, b"x"), (1, 10, b"x")], "11 bytes are left of a message, not 10"),
+        ([(0, 10, b"x"), (1, 10, b"x")], "11 bytes of a message are left, expected 10"),
         ([(0, 10, b"x"), (1, 0, b"x")], "are left"),
         ([(0, 10, b"")], "empty"),
         ([(0, 10, b"x"), (1, 10, b"")], "empty"),

@@ -76,7 +76,7 @@ def test_names_that_match_nothing_are_refused():
 
 
 def test_a_tensor_the_engine_needs_cannot_be_left_out():
-    with pytest.raises(LayoutError, match=r"ignored: model\.norm \(it is to be left out, but the engine needs it\)"):
+    with pytest.raises(LayoutError, match=r"ignored: model\.norm \(listed in `ignore`, but the engine needs it\)"):
         make_plan(trainer=layout(TEXT), recipe=recipe(TEXT), topology=TOPOLOGY, ignore=["model.*"])
 
 

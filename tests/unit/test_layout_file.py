@@ -101,11 +101,11 @@ def test_unknown_sources_and_missing_files(tmp_path, tensors):
     engine["pieces"][0]["source"] = "nothing"
     with pytest.raises(LayoutError, match="missing: nothing"):
         plan_case(replace(CASE, engine=write(tmp_path / "pieces.json", {"ranks": [engine]})))
-    with pytest.raises(ConfigError, match="cannot read"):
+    with pytest.raises(ConfigError, match="cannot be read"):
         plan_case(replace(CASE, trainer=str(tmp_path / "none.json")))
 
 
 def test_a_file_cannot_be_gathered(tmp_path, tensors):
     path = write(tmp_path / "shards.json", {"shards": halves(tensors)})
-    with pytest.raises(ConfigError, match="cannot gather"):
+    with pytest.raises(ConfigError, match="cannot be gathered"):
         plan_case(replace(CASE, trainer=path, policy="rank0"))

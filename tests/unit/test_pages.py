@@ -85,7 +85,7 @@ def test_memory_outlives_its_transport_while_it_is_held():
 def test_a_peer_cannot_make_us_write_into_a_file(tmp_path):
     with (tmp_path / "precious").open("w+b") as file:
         file.truncate(8192)
-        with pytest.raises(RegistrationError, match="not shared memory of weft"):
+        with pytest.raises(RegistrationError, match="not weft's shared memory"):
             SharedMemory.opened(os.getpid(), file.fileno(), 8192)
 
 

@@ -40,7 +40,7 @@ def test_chunks_in_a_room_never_overlap(sizes, capacity):
 
 
 def test_a_chunk_that_does_not_fit_is_refused():
-    with pytest.raises(ConfigError, match="a chunk of 41 bytes in staging memory of 40"):
+    with pytest.raises(ConfigError, match="chunk of 41 bytes does not fit into 40 bytes of staging memory"):
         Room([1, 41], 40)
 
 
@@ -109,7 +109,7 @@ def test_a_defect_in_a_stage_is_reported_as_one():
 
 
 def test_nobody_waits_beyond_the_deadline():
-    with pytest.raises(TransferTimeout, match="trainer 3 still waits for a of chunk 0"):
+    with pytest.raises(TransferTimeout, match="trainer 3 is still waiting for a of chunk 0"):
         run(Flow(time.monotonic() + 0.05, member="trainer 3"), [Stage("a", 1, lambda _: 0, lambda _: False)])
 
 

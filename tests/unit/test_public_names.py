@@ -1,11 +1,14 @@
 from __future__ import annotations
 
+import doctest
+import importlib
 import re
 import subprocess
 import sys
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 import weft
 
@@ -62,3 +65,14 @@ def test_users_see_what_is_documented_and_nothing_else():
         assert documented == {type(one).__name__: {name for name in dir(one) if name[0] != "_"} for one in seen}
         update.commit()
         publication.wait_committed(SOON_S)
+
+
+@pytest.mark.parametrize("name", weft.__all__)
+def test_every_public_name_has_an_example_that_runs(name):
+    shown = getattr(weft, name)
+    home = importlib.import_module(shown.__module__)
+    (found,) = doctest.DocTestFinder(recurse=False).find(shown, name, module=home, globs=dict(vars(home)))
+    assert found.examples, f"weft.{name} has no example in its docstring"
+    said: list[str] = []
+    doctest.DocTestRunner(optionflags=doctest.ELLIPSIS).run(found, out=said.append)
+    assert "".join(said) == ""

@@ -114,7 +114,7 @@ def test_layouts(more: dict[str, Any], message: str):
         ({"dst": ["d"]}, "on engine rank 0: a piece for it"),
         ({"source": ""}, "d on engine rank 0: a piece without a source"),
         ({"source": None}, "d on engine rank 0: a piece without a source"),
-        ({"op": Op.PAD}, "d on engine rank 0: source is 'w', but only padding has none"),
+        ({"op": Op.PAD}, "d on engine rank 0: source is 'w', but padding has none"),
         ({"op": 17}, "d on engine rank 0: op is 17, expected an Op"),
         ({"op": "copy"}, "d on engine rank 0: op is 'copy'"),
         ({"dst_lo": [0, 0]}, r"d on engine rank 0: dst_lo is \[0, 0\], expected a tuple of whole numbers"),
@@ -169,9 +169,9 @@ SCALE = replace(PIECE, dst="d_scale", extent=(1, 1), op=Op.SCALE)
 
 def test_fp8_needs_its_scales_on_every_rank():
     weft.Recipe.from_pieces({0: [FP8, SCALES]}, {0: [QUANTIZE, SCALE]})
-    with pytest.raises(LayoutError, match="w: engine rank 0 takes it in FP8, but no scales of it"):
+    with pytest.raises(LayoutError, match="w: engine rank 0 takes it in FP8, but not its scales"):
         weft.Recipe.from_pieces({0: [FP8]}, {0: [QUANTIZE]})
-    with pytest.raises(LayoutError, match="w: engine rank 1 takes it in FP8, but no scales of it"):
+    with pytest.raises(LayoutError, match="w: engine rank 1 takes it in FP8, but not its scales"):
         weft.Recipe.from_pieces({0: [FP8, SCALES], 1: [FP8]}, {0: [QUANTIZE, SCALE], 1: [QUANTIZE]})
     with pytest.raises(LayoutError, match="w: its scales are taken, but nothing of it in FP8"):
         weft.Recipe.from_pieces({0: [SCALES]}, {0: [SCALE]})
@@ -200,7 +200,7 @@ def test_names_weft_gives_to_scales_are_not_given_to_others():
     recipe = weft.Recipe.from_pieces({0: [D, replace(D, name="e")]}, {0: [PIECE, other]})
     assert weft.make_plan(trainer=layout, recipe=recipe, topology=TOPOLOGY).num_routes == 2
     quantized = weft.Recipe.from_pieces({0: [FP8, SCALES, replace(D, name="e")]}, {0: [QUANTIZE, SCALE, other]})
-    with pytest.raises(LayoutError, match="w::scale: weft's own name of the scales of w"):
+    with pytest.raises(LayoutError, match="w::scale: reserved for the scales of w"):
         weft.make_plan(trainer=layout, recipe=quantized, topology=TOPOLOGY)
 
 

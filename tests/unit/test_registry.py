@@ -38,8 +38,8 @@ def test_the_default_of_every_kind_of_link(src, dst, expected, reason):
     ("dst", "wanted", "told", "hint"),
     [
         (at(host="b", installed=("shm", "cma")), "auto", "nixl is not installed on the engine side", "pip install"),
-        (at(host="b"), "shm", "shm works inside one host", "nixl"),
-        (at(shareable=False), "shm", "shm needs memory that can be shared", "cma"),
+        (at(host="b"), "shm", "shm works only within one host", "nixl"),
+        (at(shareable=False), "shm", "shm needs shareable memory", "cma"),
         (HERE, "cuda_ipc", "does not move cpu memory", "another transport"),
         (at(device="cuda:0"), "auto", "does not move between CPU and GPU memory", "one kind of memory"),
         (at(user=3), "cma", "one user", "nixl"),
@@ -58,7 +58,7 @@ def test_falling_back_must_be_allowed_and_is_said():
         choose(HERE, unshareable, wanted="shm")
     choice = choose(HERE, unshareable, wanted="shm", allow_fallback=True)
     assert choice.transport == "cma"
-    assert choice.reason == "fallback: shm needs memory that can be shared"
+    assert choice.reason == "fallback: shm needs shareable memory"
     with pytest.raises(TransportUnavailable):
         choose(HERE, at(host="b", installed=()), allow_fallback=True)
 

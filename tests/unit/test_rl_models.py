@@ -147,19 +147,19 @@ def test_checkpoints_of_safetensors_are_loaded_whole_or_not_at_all(tmp_path):
     with pytest.raises(ConfigError, match="1 missing"):
         build_actor(LoopSettings.of(weights=str(tmp_path)), architecture)
     (tmp_path / "model.safetensors").write_bytes(b"nonsense")
-    with pytest.raises(ConfigError, match="cannot read"):
+    with pytest.raises(ConfigError, match="cannot be read"):
         build_actor(LoopSettings.of(weights=str(tmp_path)), architecture)
 
 
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"model_type": "mamba"}, "of the kind `mamba`"),
+        ({"model_type": "mamba"}, "unsupported kind `mamba`"),
         ({**CONFIGS["llama"], "rope_scaling": {"rope_type": "llama3"}}, "scaled rotary positions"),
         ({**CONFIGS["llama"], "attention_bias": True, "hidden_act": "gelu"}, "attention_bias, activation gelu"),
-        ({"model_type": "qwen3", "vocab_size": 32}, "does not say its"),
+        ({"model_type": "qwen3", "vocab_size": 32}, "lacks the field"),
         ({**CONFIGS["gpt2"], "tie_word_embeddings": False}, "untied embeddings"),
-        ([1], "not a table"),
+        ([1], "not a JSON object"),
     ],
 )
 def test_configs_that_say_too_little_are_refused(tmp_path, config, message):
@@ -168,7 +168,7 @@ def test_configs_that_say_too_little_are_refused(tmp_path, config, message):
 
 
 def test_models_too_small_for_a_task_or_not_divisible_are_refused(tmp_path):
-    with pytest.raises(ConfigError, match="40 tokens and the task needs 64"):
+    with pytest.raises(ConfigError, match="40 tokens, the task needs 64"):
         load_architecture(write(tmp_path, CONFIGS["llama"]), vocab_size=64)
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ConfigError, match="not JSON"):

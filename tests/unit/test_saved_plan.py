@@ -151,9 +151,9 @@ def test_every_difference_of_an_engine_is_named():
     engines = change(engines, 1, NORM)
     engines = change(engines, 0, OUT, dtype="fp32")
     told = differences(plan, None, engines)
-    assert f"{NORM}: the plan brings [0:256] as bf16 to engine rank 1, which has no place for it" in told
-    assert f"{OUT}: the plan brings [0:256, 0:256] as bf16 to engine rank 0, which has no place for it" in told
-    assert f"{OUT}: engine rank 0 takes [0:256, 0:256] as fp32, which the plan does not bring" in told
+    assert f"{NORM}: the plan sends [0:256] as bf16 to engine rank 1, which has no place for it" in told
+    assert f"{OUT}: the plan sends [0:256, 0:256] as bf16 to engine rank 0, which has no place for it" in told
+    assert f"{OUT}: engine rank 0 takes [0:256, 0:256] as fp32, which the plan does not send" in told
     assert len(told.splitlines()) == 3
 
 
@@ -164,8 +164,8 @@ def test_engine_tensors_the_plan_knows_by_other_names_or_shapes_are_named():
     engines = change(engines, 1, FUSED, shape=(8, 256), extent=(8, 256))
     told = differences(plan, None, engines, as_boxes=False)
     assert "blocks.0.attention.qkv: engine rank 0 takes [0:512, 0:256] as bf16" in told
-    assert f"{FUSED}: engine rank 1 takes [0:8, 0:256] as bf16, which the plan does not bring" in told
-    assert f"{FUSED}: the plan brings {QUERY}[0:256, 0:256] as bf16 to engine rank 0, which has no place for it" in told
+    assert f"{FUSED}: engine rank 1 takes [0:8, 0:256] as bf16, which the plan does not send" in told
+    assert f"{FUSED}: the plan sends {QUERY}[0:256, 0:256] as bf16 to engine rank 0, which has no place for it" in told
 
 
 def test_a_global_shape_that_differs_is_named_although_the_box_is_the_same():
@@ -185,7 +185,7 @@ def test_other_numbers_of_members_are_named():
     plan = saved(trainer="ddp2")
     fewer = {0: trainer_joins(plan)[0]}
     told = differences(plan, fewer, engine_joins(plan, as_boxes=True))
-    assert "trainers: 1 are there, the plan has 2" in told
+    assert "trainers: 1 joined, the plan has 2" in told
 
 
 def test_a_plan_of_gathering_trainers_says_so():
@@ -225,12 +225,12 @@ def controller(**options):
         ({"policy": "fair"}, "unknown policy `fair`", "balanced, greedy, round_robin, rank0"),
         ({"policy": CommitPolicy.QUORUM}, "`policy` is the commit policy", "commit_policy"),
         ({"topology": "h100-ib40"}, "unknown topology `h100-ib40`", "did you mean h100-ib400"),
-        ({"topology": "none.toml"}, "cannot read `none.toml`", None),
+        ({"topology": "none.toml"}, "`none.toml` cannot be read", None),
         ({"topology": 3}, "`topology` is a int", "load_topology"),
-        ({"plan": "none.plan"}, "cannot read `none.plan`", None),
+        ({"plan": "none.plan"}, "`none.plan` cannot be read", None),
         ({"plan": 3}, "`plan` is a int", "weft.Plan"),
-        ({"plan": "any.plan", "policy": "greedy"}, "a saved plan together with", "weft plan"),
-        ({"plan": "any.plan", "ignore": ["x"]}, "a saved plan together with", "weft plan"),
+        ({"plan": "any.plan", "policy": "greedy"}, "a saved plan cannot be combined with", "weft plan"),
+        ({"plan": "any.plan", "ignore": ["x"]}, "a saved plan cannot be combined with", "weft plan"),
     ],
 )
 def test_what_is_wrong_is_said_at_start(options, told, hint):

@@ -1,1 +1,1 @@
-"""Measurements users can repeat: real processes, verified bytes, the machine's limits beside them."""
+"""Measurements that users can repeat: real processes, verified bytes, compared with the machine's limits."""

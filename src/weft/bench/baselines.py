@@ -96,7 +96,7 @@ def load_file(module: torch.nn.Module, parts: Mapping[str, tuple[Part, tuple[int
 
 
 def remove_file(path: str) -> None:
-    """Shared memory is not left behind."""
+    """Leave no file in shared memory."""
     with contextlib.suppress(FileNotFoundError):
         os.unlink(path)
 

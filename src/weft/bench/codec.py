@@ -1,7 +1,7 @@
-"""`weft bench codec`: what patches, FP8 and digests cost, beside a plain copy in the same run.
+"""`weft bench codec`: what patches, FP8 and digests cost, compared with a plain copy in the same run.
 
 CPU figures are of one core, GPU figures of one device. `gb_per_s` counts the weights (before conversion) that a kernel
-gets through in a second; `fraction_of_limit` compares that with the bytes a plain copy copies in a second.
+processes per second; `fraction_of_limit` compares that with the bytes a plain copy moves per second.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ class CodecRow:
     exact: bool | None
     """Whether the result equals the reference, bit for bit; None for limits."""
     touched: float | None = None
-    """Bytes a second that must be read and written, as a fraction of what a copy reads and writes."""
+    """Bytes per second that must be read and written, as a fraction of what a copy reads and writes."""
     result_bytes: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CodecReport:
-    """What one run found."""
+    """The results of one run."""
 
     device: str
     density: float

@@ -1,4 +1,4 @@
-"""The GPU's part of `weft bench codec`: Triton kernels beside the device's own copy. Times include launches."""
+"""The GPU's part of `weft bench codec`: Triton kernels compared with the device's own copy. Times include launches."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ class _ImagePatches:
         self._patcher.check(self._layout, self.address, self.num_bytes, base=1, version=2)
 
     def apply(self) -> None:
-        """Apply them to what is held."""
+        """Apply them to the held image."""
         self._patcher.apply(self._layout, self.address, self.num_bytes, self._rows)
 
     def is_exact(self) -> bool:

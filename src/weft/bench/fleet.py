@@ -1,4 +1,4 @@
-"""The processes of a benchmark: started, asked, and gone at the end whatever happens."""
+"""The processes of a benchmark: started, asked, and always ended with it."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ class Fleet:
         self._collect(list(self._pipes))
 
     def ask(self, side: str, method: str, **arguments: Any) -> list[tuple[str, int]]:
-        """Let all of one side do something; `answers` collects."""
+        """Call a method on all of one side; `answers` collects the results."""
         keys = [key for key in self._pipes if key[0] == side]
         for key in keys:
             self._pipes[key].send((method, arguments))
         return keys
 
     def answers(self, *asked: list[tuple[str, int]]) -> list[list[Any]]:
-        """What the asked say, in order; raises what went wrong with one of them."""
+        """The answers of the asked processes, in order; raises if one of them failed."""
         return [self._collect(keys) for keys in asked]
 
     def call(self, side: str, method: str, **arguments: Any) -> list[Any]:
@@ -50,7 +50,7 @@ class Fleet:
         return self._collect(self.ask(side, method, **arguments))
 
     def call_each(self, side: str, method: str, arguments: list[dict[str, Any]]) -> list[Any]:
-        """Ask every one of a side something of its own, and wait."""
+        """Ask each process of a side with its own arguments, and wait."""
         keys = [key for key in self._pipes if key[0] == side]
         for key, mine in zip(keys, arguments, strict=True):
             self._pipes[key].send((method, mine))
@@ -58,7 +58,7 @@ class Fleet:
 
     @staticmethod
     def soon() -> float:
-        """A moment all processes can wait for."""
+        """A moment that all processes can wait for."""
         return time.monotonic() + START_S
 
     def _collect(self, keys: list[tuple[str, int]]) -> list[Any]:

@@ -32,15 +32,15 @@ class Fp8Row:
     """Until FP8 could be sent: the gather and quantising; finding magnitudes and quantising. Stages of the longest
     trainer, added up although weft overlaps them."""
     exchanged_bytes: int
-    """What trainers told each other."""
+    """Bytes the trainers exchanged."""
     wire_bytes: int
-    """What was sent to the engine."""
+    """Bytes sent to the engine."""
     exact: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fp8Report:
-    """What one run found."""
+    """The results of one run."""
 
     model: str
     num_trainers: int

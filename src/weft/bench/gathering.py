@@ -1,6 +1,6 @@
 """The usual way to FP8: gather full tensors on every trainer rank, quantise, send. And what an FP8 engine holds.
 
-To its favour every rank quantises only its share of the rows, cut between blocks, and sends that.
+To be fair to it, every rank quantises and sends only its share of the rows, cut between blocks.
 """
 
 from __future__ import annotations

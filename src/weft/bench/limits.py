@@ -1,4 +1,4 @@
-"""What the machine can do at best: plain copies, kernel writes into another process, bare NIXL. Measured in the run."""
+"""The machine's limits, measured in the same run: plain copies, kernel writes into another process, bare NIXL."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Span = tuple[float, float]
 
 
 def copy(num_bytes: int, wait: Callable[[], None]) -> Span:
-    """One large copy inside this process, between pages that are there already."""
+    """One large copy inside this process, between pages that are already mapped."""
     src, dst = _buffers(num_bytes)
     wait()
     began = time.monotonic()
@@ -65,7 +65,7 @@ def kernel_write(num_bytes: int, pid: int, address: int, wait: Callable[[], None
 
 
 def bare_nixl(sender: Sender, wait: Callable[[], None]) -> Span:
-    """Post what the sender would write with bare NIXL calls, without anything of weft around them."""
+    """Post what the sender would write with bare NIXL calls, without weft around them."""
     batches = sender._batches()
     transport = batches[0][0]
     assert isinstance(transport, NixlTransport)

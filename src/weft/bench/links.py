@@ -1,4 +1,4 @@
-"""What one write costs on this machine: the figures a topology states for transports that take descriptors.
+"""What one write costs on this machine: the figures in a topology for transports that take descriptors.
 
 The planner packs runs that are shorter than a write costs (`op_us`) and sends longer ones straight from the weights.
 One process writes into another, the same bytes once in one piece and once in many runs; the difference is the cost of
@@ -40,11 +40,11 @@ class LinkCost:
 
     transport: str
     op_us: float
-    """Of one write in a batch, beside its bytes."""
+    """Cost of one write in a batch, beyond its bytes."""
     gb_per_s: float
-    """Of one large write."""
+    """Rate of one large write."""
     of_copy: float
-    """The same, of a plain copy in the same run."""
+    """The same as a fraction of a plain copy in the same run."""
     min_run_bytes: int
     """Runs shorter than this are packed."""
 
@@ -91,7 +91,7 @@ def _copy_s(repeat: int) -> float:
 
 
 def _median(work: Callable[[], object], repeat: int) -> float:
-    """Seconds, without the first time."""
+    """Median seconds, without the first run."""
     work()
     found = []
     for _ in range(repeat):
@@ -140,7 +140,7 @@ class _Writes:
         self._tag = 0
 
     def post(self, run_bytes: int, num_runs: int) -> None:
-        """Write, and wait until it is there."""
+        """Write, and wait for its arrival."""
         self._tag += 1
         self._transport.post_all([self._batch(run_bytes, num_runs)], self._tag)[0].wait(ANSWER_S)
 
@@ -155,7 +155,7 @@ class _Writes:
 
 
 class _WrittenProcess:
-    """A process that is written to."""
+    """The target process of the writes."""
 
     def __init__(self, name: str) -> None:
         context = multiprocessing.get_context("spawn")

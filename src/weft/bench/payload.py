@@ -41,7 +41,7 @@ _SMALLEST_CONFIG = {
 
 
 def load_payload(name: str) -> Model:
-    """A model by the name benchmarks use."""
+    """A model by its name in benchmarks."""
     return build_model(name, _SMALLEST_CONFIG) if name == SMALLEST else load_model(name)
 
 
@@ -89,7 +89,7 @@ def advance_normal(weights: torch.nn.Module, version: int) -> None:
 
 
 def advance_some_normal(module: torch.nn.Module, step: int) -> None:
-    """One element in PERIOD changes its sign, other ones at every step."""
+    """One element in PERIOD changes its sign, different ones at every step."""
     for parameter in module.parameters():
         local = parameter.to_local() if isinstance(parameter, DTensor) else parameter.data
         before = first_row(parameter) * (parameter.numel() // max(parameter.shape[0], 1))
@@ -123,7 +123,7 @@ def engine_parts(model: Model, *, num_parts: int, part: int) -> dict[str, tuple[
 
 
 def total_bytes(model: Model, *, num_engine_ranks: int, num_parts: int) -> int:
-    """Bytes one version brings to all engine ranks."""
+    """Bytes of one version to all engine ranks."""
     per_rank = [
         sum(2 * torch.Size(extent).numel() for _, extent in engine_parts(model, num_parts=num_parts, part=p).values())
         for p in range(num_parts)
@@ -152,7 +152,7 @@ def advance(weights: Weights) -> None:
 
 
 def advance_some(weights: Weights, step: int) -> None:
-    """A version in which one element in PERIOD becomes the next number, other ones at every step."""
+    """A version in which one element in PERIOD becomes the next number, different ones at every step."""
     for held in weights.held:
         matrix = tensor_at(held)
         matrix = matrix if matrix.dim() == 2 else matrix.view(1, -1)

@@ -19,7 +19,7 @@ from weft.runtime.controller.controller import Controller
 Say = Callable[[str], None]
 WARM_UP = 1
 LINK_GB_PER_S = 20.0
-"""Of the first run, which finds out how long the other stages take."""
+"""Rate of the first run, which measures the other stages."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +44,7 @@ class PipelineRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineReport:
-    """What one run found."""
+    """The results of one run."""
 
     model: str
     rows: tuple[PipelineRow, ...]
@@ -76,7 +76,7 @@ def measure(model: str, *, repeat: int, chunk_mib: int, staging_mib: int, say: S
 
 @dataclass(slots=True)
 class _FleetRun:
-    """A fleet and the version it has come to."""
+    """A fleet and the version it has reached."""
 
     fleet: Fleet
     say: Say

@@ -1,4 +1,4 @@
-"""What the simulator expects of a benchmark's method, from the rates measured in the same run."""
+"""The simulator's prediction for a benchmark's method, from the rates measured in the same run."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def predict(
     mode: str,
     digest: str,
 ) -> float | None:
-    """Seconds from publish to committed; None for what the simulator has no rate of."""
+    """Seconds from publish to committed; None where the simulator has no rate."""
     wire = {"shm": rates.copy, "cuda_ipc": rates.copy, "cma": rates.kernel, "nixl": rates.nixl}.get(transport)
     if not wire:
         return None

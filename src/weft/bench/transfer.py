@@ -1,9 +1,9 @@
-"""`weft bench transfer`: every method over the same tensors between the same processes, beside the machine's limits.
+"""`weft bench transfer`: every method over the same tensors and processes, compared with the machine's limits.
 
 For each case (tensor-parallel engine, replicas) trainers hold FSDP2 shards of a real model, engine ranks their parts. A
 method's time runs from the first `publish` until the last engine has committed (for baselines: loaded). Afterwards
 every element is compared. Times are medians; the plain copy is measured between the methods, so that a machine that
-gets slower slows its limit too.
+slows down lowers its limit too.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ WARM_UP = 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransferCase:
-    """Who transfers to whom."""
+    """The members of a case."""
 
     name: str
     num_trainers: int
@@ -58,21 +58,21 @@ class TransferRow:
     mode: str = ""
     digest: str = ""
     pause_ms: float | None = None
-    """How long an engine does not serve."""
+    """How long an engine is paused."""
     engine_limit_gb_per_s: float | None = None
-    """What the bare engine does: kernel writes, bare NIXL; in shared memory with the digest, a copy and one digest."""
+    """Rate of the bare engine: kernel writes, bare NIXL; in shared memory with the digest, a copy and one digest."""
     fraction_of_engine_limit: float | None = None
     write_ms: float | None = None
-    """The writes alone, without what deciding the version takes."""
+    """The writes alone, without the time to decide the version."""
     wire_bytes: int | None = None
-    """What travelled, where it is less than `bytes`."""
+    """Bytes on the wire, where they are fewer than `bytes`."""
     stages_ms: dict[str, float] | None = None
     """With patches: how long each stage of the slowest trainer was busy in the last version. Stages overlap."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """What one run found."""
+    """The results of one run."""
 
     model: str
     limit_gb_per_s: float
@@ -88,7 +88,7 @@ class Report:
 
 @dataclass(frozen=True, slots=True)
 class _Variant:
-    """One way weft can be set."""
+    """One set of weft's settings."""
 
     transport: str
     mode: ReceiverMode
@@ -104,7 +104,7 @@ class _Variant:
 
 @dataclass(slots=True)
 class _CaseRun:
-    """One case under way."""
+    """One case in progress."""
 
     case: TransferCase
     model: Model
@@ -234,7 +234,7 @@ def _check_limit(run: _CaseRun) -> None:
 
 
 def _kernel_limit(run: _CaseRun) -> float:
-    """Bytes per second of process_vm_writev, every trainer into another engine rank."""
+    """Bytes per second of process_vm_writev, each trainer into a different engine rank."""
     each = run.total // run.case.num_trainers
     where = run.fleet.call("engine", "buffer", num_bytes=each)
     times = []

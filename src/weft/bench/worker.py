@@ -1,4 +1,4 @@
-"""One member of a benchmark, in a process of its own: it does what the parent asks over a pipe.
+"""One member of a benchmark, in its own process: it answers the parent's requests over a pipe.
 
 Times are `time.monotonic()`, which all processes of a host share.
 """
@@ -31,7 +31,7 @@ WAIT_S = 120.0
 
 
 class Setup(msgspec.Struct, frozen=True, kw_only=True):
-    """Who a worker is."""
+    """The identity of a worker."""
 
     side: str
     rank: int
@@ -168,7 +168,7 @@ class BenchTrainer(BenchMember):
         return limits.bare_nixl(self.sender, lambda: sleep_until(start))
 
     def broadcast(self, start: float, *, gather: bool) -> tuple[float, float]:
-        """Rank 0's weights to all engines by broadcast; gathered from all trainers first, or there already."""
+        """Rank 0's weights to all engines by broadcast; gathered from all trainers first, or already there."""
         full = None if gather else baselines.full_tensors(self.module, self.groups)
         dist.barrier()
         sleep_until(start)

@@ -1,7 +1,7 @@
 """The `weft` command: parsing, streams, exit codes. Every command delegates.
 
 Data goes to stdout (a table, or one JSON object with `--json`), everything else to stderr. Exit codes: 0 done,
-1 a validation row that was asked for does not pass, 2 wrong input (`error:` and `hint:` on stderr), 130 interrupted.
+1 a requested validation row failed, 2 wrong input (`error:` and `hint:` on stderr), 130 interrupted.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from weft.cli.validate import validate_command
 from weft.errors import WeftError
 
 _UsageError: Any = typer.BadParameter.__bases__[0]
-"""What parsing raises; typer has its own copy of click, so its class is reached through the one it exports."""
+"""Raised by parsing. typer bundles its own copy of click, so the class is reached through one that typer exports."""
 
 app = typer.Typer(
     add_completion=False,
@@ -61,7 +61,7 @@ def _root(version: Annotated[bool, typer.Option("--version", help="Print the ver
 
 
 def main() -> None:
-    """Run the command line; never shows a traceback for wrong input."""
+    """Run the command line. Wrong input never shows a traceback."""
     try:
         sys.exit(app(standalone_mode=False) or 0)
     except WeftError as error:

@@ -1,4 +1,4 @@
-"""`weft bench`: measurements on this machine, every figure beside the limit measured in the same run."""
+"""`weft bench`: measurements on this machine, each next to the limit measured in the same run."""
 
 from __future__ import annotations
 
@@ -35,23 +35,27 @@ def _root() -> None:
 
 @bench_app.command("transfer")
 def transfer_command(
-    model: Annotated[str | None, typer.Option(help="Whose tensor shapes to move.")] = None,
-    case: Annotated[list[str] | None, typer.Option(help="CPU: tp, replicas; both by default.")] = None,
-    trainers: Annotated[int | None, typer.Option(min=1, max=64, help="CPU: 2 by default; one on a GPU.")] = None,
-    engine_ranks: Annotated[int | None, typer.Option(min=1, max=64, help="2 by default; 1 on a GPU.")] = None,
-    device: Annotated[str, typer.Option(help="cpu or cuda:0.")] = "cpu",
-    layers: Annotated[int | None, typer.Option(min=1, help="GPU: the first layers of the model only.")] = None,
-    precision: Annotated[list[str] | None, typer.Option(help="GPU: bf16, fp8; both by default.")] = None,
-    mode: Annotated[list[str] | None, typer.Option(help="in_place, shadow, patch; all by default.")] = None,
+    model: Annotated[str | None, typer.Option(help="Model whose tensor shapes are moved.")] = None,
+    case: Annotated[list[str] | None, typer.Option(help="CPU: tp or replicas. Default: both.")] = None,
+    trainers: Annotated[
+        int | None, typer.Option(min=1, max=64, help="Trainers. Default: 2; always 1 on a GPU.")
+    ] = None,
+    engine_ranks: Annotated[
+        int | None, typer.Option(min=1, max=64, help="Engine ranks. Default: 2, on a GPU 1.")
+    ] = None,
+    device: Annotated[str, typer.Option(help="Device: cpu or cuda:0.")] = "cpu",
+    layers: Annotated[int | None, typer.Option(min=1, help="GPU: move only this many first layers.")] = None,
+    precision: Annotated[list[str] | None, typer.Option(help="GPU: bf16 or fp8. Default: both.")] = None,
+    mode: Annotated[list[str] | None, typer.Option(help="in_place, shadow or patch. Default: all.")] = None,
     repeat: Annotated[int, typer.Option(min=1, max=1000, help="Versions per method; medians are shown.")] = 5,
-    baselines: Annotated[bool, typer.Option(help="Also measure broadcast, gather and broadcast, file.")] = True,
+    baselines: Annotated[bool, typer.Option(help="Also measure the baselines: broadcast, gather, file.")] = True,
     as_json: Json = False,
 ) -> None:
     """Move real tensor shapes between real processes by every method, verify every byte, compare with the limits."""
     modes = tuple(mode or ReceiverMode)
     if unknown := set(modes) - set(ReceiverMode):
         raise ConfigError(f"unknown mode `{unknown.pop()}`", hint=f"use {' or '.join(ReceiverMode)}")
-    logging.disable(logging.WARNING)  # members that leave are no news here
+    logging.disable(logging.WARNING)  # members that leave are expected here
     if memory_kind(device) == "cpu":
         if layers is not None or precision:
             raise ConfigError("--layers and --precision are for GPUs", hint="`weft bench fp8` measures FP8 on CPUs")
@@ -66,7 +70,9 @@ def transfer_command(
         show: Callable[[Any], None] = _show
     else:
         if case or trainers not in (None, 1):
-            raise ConfigError("one trainer and one engine share the GPU", hint="leave --case and --trainers out")
+            raise ConfigError(
+                "--case and --trainers are for CPUs", hint="leave them out: one trainer and one engine share the GPU"
+            )
         _check_cuda()
         on_gpu = _load("on_gpu.measure")
         moved = on_gpu.GpuCase(
@@ -88,17 +94,17 @@ def transfer_command(
         show(report)
     wrong = [row.method for row in report.rows if row.verified is False]
     if wrong:
-        raise WeftError(f"{wrong[0]} did not bring every byte")
+        raise WeftError(f"{wrong[0]} did not transfer every byte correctly")
 
 
 @bench_app.command("links")
 def links_command(
-    topology: Annotated[str, typer.Option(help="Preset or .toml file the costs are put into.")] = DEFAULT_TOPOLOGY,
+    topology: Annotated[str, typer.Option(help="Preset or .toml file to put the costs into.")] = DEFAULT_TOPOLOGY,
     save: Annotated[Path | None, typer.Option(help="Write the topology with these costs to a .toml file.")] = None,
-    repeat: Annotated[int, typer.Option(min=1, max=1000, help="Runs of each; medians are shown.")] = 9,
+    repeat: Annotated[int, typer.Option(min=1, max=1000, help="Runs per transport; medians are shown.")] = 9,
     as_json: Json = False,
 ) -> None:
-    """What one write costs over each transport here: the planner packs runs that are not worth one."""
+    """Measure what one write costs over each transport, which tells the planner which runs to pack."""
     if save is not None and save.suffix != ".toml":
         raise ConfigError(f"`{save}` is not a .toml file", hint="topologies are read from .toml files")
     cluster = load_topology(topology)
@@ -125,13 +131,13 @@ def links_command(
 
 @bench_app.command("codec")
 def codec_command(
-    device: Annotated[str, typer.Option(help="cpu (one core) or cuda:0.")] = "cpu",
+    device: Annotated[str, typer.Option(help="Device: cpu (one core) or cuda:0.")] = "cpu",
     megabytes: Annotated[int, typer.Option(min=1, max=1 << 16, help="Weights to work on, in MiB.")] = 256,
     density: Annotated[float, typer.Option(min=0.0, max=1.0, help="Fraction of elements that change.")] = 0.01,
-    repeat: Annotated[int, typer.Option(min=1, max=1000, help="Runs of each kernel; medians are shown.")] = 9,
+    repeat: Annotated[int, typer.Option(min=1, max=1000, help="Runs per kernel; medians are shown.")] = 9,
     as_json: Json = False,
 ) -> None:
-    """Patches, FP8 and digests, each checked against its reference, beside a plain copy."""
+    """Compare patches, FP8 and digests with a plain copy; check each against its reference."""
     with progress() as say:
         report = _codec_report(device, megabytes << 20, density, repeat, _tell(say))
     if as_json:
@@ -156,14 +162,14 @@ def codec_command(
 
 @bench_app.command("fp8")
 def fp8_command(
-    model: Annotated[str, typer.Option(help="Whose tensor shapes to quantise and move.")] = "qwen2.5-0.5b",
+    model: Annotated[str, typer.Option(help="Model whose tensor shapes are quantised and moved.")] = "qwen2.5-0.5b",
     trainers: Annotated[int, typer.Option(min=1, max=64, help="FSDP2 ranks.")] = 4,
     repeat: Annotated[int, typer.Option(min=1, max=1000, help="Versions per method; medians are shown.")] = 5,
     as_json: Json = False,
 ) -> None:
-    """BF16 shards to an FP8 engine: exchanging magnitudes beside gathering full tensors."""
+    """Move BF16 shards to an FP8 engine: exchange magnitudes, or gather full tensors."""
     measure = _load("fp8").measure
-    logging.disable(logging.WARNING)  # members that leave are no news here
+    logging.disable(logging.WARNING)  # members that leave are expected here
     with progress() as say:
         report = measure(model, num_trainers=trainers, repeat=repeat, say=_tell(say))
     if as_json:
@@ -187,15 +193,15 @@ def fp8_command(
 
 @bench_app.command("pipeline")
 def pipeline_command(
-    model: Annotated[str, typer.Option(help="Whose tensor shapes to quantise and move.")] = "qwen2.5-0.5b",
-    chunk_mib: Annotated[int, typer.Option(min=1, max=1024, help="Chunks of this many MiB.")] = 8,
-    staging_mib: Annotated[int, typer.Option(min=4, max=1 << 20, help="The watermark, in MiB.")] = 64,
+    model: Annotated[str, typer.Option(help="Model whose tensor shapes are quantised and moved.")] = "qwen2.5-0.5b",
+    chunk_mib: Annotated[int, typer.Option(min=1, max=1024, help="Chunk size in MiB.")] = 8,
+    staging_mib: Annotated[int, typer.Option(min=4, max=1 << 20, help="Staging watermark in MiB.")] = 64,
     repeat: Annotated[int, typer.Option(min=1, max=1000, help="Versions per method; medians are shown.")] = 5,
     as_json: Json = False,
 ) -> None:
-    """Stages of sending over a slow link: one after the other, and overlapped."""
+    """Compare the stages of sending over a slow link, one after the other and overlapped."""
     measure = _load("pipeline").measure
-    logging.disable(logging.WARNING)  # members that leave are no news here
+    logging.disable(logging.WARNING)  # members that leave are expected here
     with progress() as say:
         report = measure(model, repeat=repeat, chunk_mib=chunk_mib, staging_mib=staging_mib, say=_tell(say))
     if as_json:
@@ -238,7 +244,7 @@ def _codec_report(device: str, num_bytes: int, density: float, repeat: int, say:
 
 
 def _load(name: str) -> Any:
-    """A module of `weft.bench`, with torch only where it is needed."""
+    """A module of `weft.bench`, loaded late: some need torch."""
     try:
         return importlib.import_module(f"weft.bench.{name}")
     except ModuleNotFoundError as error:
@@ -249,7 +255,7 @@ def _check_cuda() -> None:
     import torch  # noqa: PLC0415
 
     if not torch.cuda.is_available():
-        raise ConfigError("there is no CUDA device on this machine", hint="use --device cpu")
+        raise ConfigError("no CUDA device on this machine", hint="use --device cpu")
 
 
 def _tell(say: Callable[[str], None]) -> Callable[[str], None]:

@@ -34,14 +34,16 @@ Trainer = Annotated[
 Engine = Annotated[str, typer.Option(help="Engine layout: tp8, ep8, tp32.ep32, tp4.dp8.ep32, or a .json file.")]
 Replicas = Annotated[int | None, typer.Option(help="Number of identical engines.")]
 Dtype = Annotated[str, typer.Option(help="Engine precision: bf16, fp16, fp32, fp8-block128.")]
-TrainerDtype = Annotated[str, typer.Option(help="Trainer precision: bf16, fp16, fp32 (default: as the model says).")]
+TrainerDtype = Annotated[str, typer.Option(help="Trainer precision: bf16, fp16, fp32. Default: the model's.")]
 TopologyName = Annotated[str, typer.Option("--topology", help="Cluster preset (`weft topologies`) or a .toml file.")]
-Placement = Annotated[str, typer.Option(help="separate: engines on other hosts than trainers; packed: on the same.")]
-PolicyName = Annotated[str, typer.Option("--policy", help="Who sends: balanced, greedy, round_robin, rank0.")]
+Placement = Annotated[
+    str, typer.Option(help="separate (engines on their own hosts) or packed (engines continue where trainers end).")
+]
+PolicyName = Annotated[str, typer.Option("--policy", help="Choice of senders: balanced, greedy, round_robin, rank0.")]
 GatherName = Annotated[str, typer.Option("--gather", help="Plan like systems that gather first: none, mesh, world.")]
 Ignore = Annotated[
     list[str] | None,
-    typer.Option(help="A trainer tensor no engine uses, by name or pattern such as 'visual.*'; may be repeated."),
+    typer.Option(help="Trainer tensor that no engine uses, by name or pattern such as 'visual.*'; may be repeated."),
 ]
 Load = Annotated[Path | None, typer.Option(help="Use a saved plan file instead of planning.")]
 ConfigFile = Annotated[Path | None, typer.Option("--config", help="TOML file with a [weft] table of settings.")]
@@ -50,7 +52,7 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instea
 
 @dataclass(frozen=True, slots=True)
 class CaseOptions:
-    """The case as typed; empty means: as the preset says, or the default."""
+    """The case as typed. Empty: the preset's value, or the default."""
 
     name: str
     trainer: str
@@ -65,7 +67,7 @@ class CaseOptions:
     ignore: tuple[str, ...] = ()
 
     def typed(self) -> dict[str, Any]:
-        """What was given beside the name."""
+        """What was given besides the name."""
         return {key: value for key, value in asdict(self).items() if value not in ("", None, ()) and key != "name"}
 
     def case(self) -> Case:
@@ -76,9 +78,11 @@ class CaseOptions:
             )
         typed = self.typed()
         if self.num_replicas is not None and self.num_replicas < 1:
-            raise ConfigError(f"{self.num_replicas} engine replicas", hint="at least one replica is needed")
+            raise ConfigError(f"replicas is {self.num_replicas}", hint="give at least one replica")
         if is_layout_file(self.engine) and self.dtype:
-            raise ConfigError("--dtype with an engine file", hint="the file says the dtype of every tensor")
+            raise ConfigError(
+                "--dtype with an engine file", hint="leave it out: the file gives the dtype of every tensor"
+            )
         preset = PRESETS.get(self.name)
         if preset is not None:
             return Case(**{**asdict(preset.case()), **typed})
@@ -93,9 +97,9 @@ class CaseOptions:
 
 
 def one_name(name: str, model: str) -> str:
-    """What is planned, given as NAME or as --model."""
+    """The name to plan, given as NAME or as --model."""
     if name and model:
-        raise ConfigError(f"both `{name}` and `{model}` are to be planned", hint="give one name")
+        raise ConfigError(f"two names to plan, `{name}` and `{model}`", hint="give one name")
     return name or model
 
 
@@ -105,7 +109,7 @@ def make_or_load(asked: CaseOptions, load: Path | None, config: Path | None) -> 
     with progress() as on_progress:
         if load is not None:
             if asked.name or asked.typed() or config is not None:
-                raise ConfigError("--load together with a case", hint="a plan file says everything about its case")
+                raise ConfigError("--load together with a case", hint="a plan file already contains its whole case")
             on_progress(f"loading {load}")
             plan = plan_file.load(load)
         else:

@@ -1,4 +1,4 @@
-"""`weft controller`: the process every member of a run knows the address of."""
+"""`weft controller`: the process whose address every member of a run knows."""
 
 from __future__ import annotations
 
@@ -22,38 +22,40 @@ from weft.runtime.controller.controller import Controller
 
 def controller_command(
     trainers: Annotated[int, typer.Option(help="Trainer ranks that will join.")],
-    engine_ranks: Annotated[int, typer.Option(help="Engine ranks that will join, of all engines.")],
+    engine_ranks: Annotated[int, typer.Option(help="Engine ranks that will join, over all engines.")],
     ranks_per_engine: Annotated[int, typer.Option(help="Ranks of one engine; they commit at the same step.")] = 1,
-    bind: Annotated[str, typer.Option(help="Where to listen.")] = "tcp://127.0.0.1:7070",
-    quorum: Annotated[int, typer.Option(help="Engines a version needs; 0: all of them.")] = 0,
+    bind: Annotated[str, typer.Option(help="Address to listen on.")] = "tcp://127.0.0.1:7070",
+    quorum: Annotated[int, typer.Option(help="Engines that must be ready before a version commits; 0: all.")] = 0,
     mode: Annotated[
-        str, typer.Option(help="shadow: staged beside serving. in_place: no extra memory. patch: with --delta.")
+        str, typer.Option(help="Receiver mode: shadow, in_place (no extra memory), or patch (needs --delta).")
     ] = "shadow",
     delta: Annotated[bool, typer.Option(help="Send only what changed since the version each engine serves.")] = False,
-    anchor_every: Annotated[int, typer.Option(help="With --delta: every so many versions one is sent whole.")] = 20,
-    compression: Annotated[str, typer.Option(help="With --delta: none, or zstd for slow links.")] = "none",
+    anchor_every: Annotated[int, typer.Option(help="With --delta: one version in this many is sent whole.")] = 20,
+    compression: Annotated[
+        str, typer.Option(help="With --delta: compression, none or zstd (for slow links).")
+    ] = "none",
     staging: Annotated[
-        str, typer.Option(help="none, or cpu: trainers keep a copy of what they send and train on meanwhile.")
+        str, typer.Option(help="none, or cpu: trainers send from a copy in host memory while they train.")
     ] = "none",
     allow_nonfinite: Annotated[
         bool, typer.Option(help="Quantise NaN and infinities instead of refusing them.")
     ] = False,
-    transport: Annotated[str, typer.Option(help="auto, or one for every link.")] = "auto",
-    allow_fallback: Annotated[bool, typer.Option(help="Take a slower transport where the one meant fails.")] = False,
+    transport: Annotated[str, typer.Option(help="Transport: auto, or one name for every link.")] = "auto",
+    allow_fallback: Annotated[bool, typer.Option(help="Use a slower transport where the intended one fails.")] = False,
     digest: Annotated[bool, typer.Option(help="Verify every version by digests.")] = True,
-    silence_s: Annotated[float, typer.Option(help="A member silent for this long is lost.")] = 5.0,
-    version_s: Annotated[float, typer.Option(help="A version not ready in this time is aborted.")] = 60.0,
+    silence_s: Annotated[float, typer.Option(help="Seconds of silence after which a member is lost.")] = 5.0,
+    version_s: Annotated[float, typer.Option(help="Seconds after which an unfinished version is aborted.")] = 60.0,
     policy: PolicyName = "",
     topology: TopologyName = "",
     ignore: Ignore = None,
     plan: Annotated[
         Path | None,
-        typer.Option(help="Follow a plan that `weft plan --save` wrote; members that differ from it are refused."),
+        typer.Option(help="Follow a plan saved by `weft plan --save`; refuse members that do not match it."),
     ] = None,
     keys: Annotated[Path | None, typer.Option(help="Folder with controller.key and members' .pub files.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Wait for members, make the plan, decide versions; ends with Ctrl-C and then says what happened."""
+    """Wait for members, make the plan, decide versions. Ctrl-C stops it and prints a summary."""
     settings = TransferSettings(
         mode=mode,  # type: ignore[arg-type]  # checked there
         digest=DigestPolicy.ON if digest else DigestPolicy.OFF,
@@ -99,7 +101,7 @@ def controller_command(
 
 
 class _ToStderr(logging.Handler):
-    """What the controller has to say, as one line each."""
+    """Prints the controller's log records, one line each."""
 
     def emit(self, record: logging.LogRecord) -> None:
         """Print a record."""

@@ -13,7 +13,7 @@ from weft.cli.output import print_json, print_text
 
 
 def env_command(
-    nic: Annotated[str | None, typer.Option(help="Network interface; the first that is up without.")] = None,
+    nic: Annotated[str | None, typer.Option(help="Network interface. Default: the first that is up.")] = None,
     as_json: Json = False,
 ) -> None:
     """Print the NCCL, Gloo, UCX and UCCL variables for a network interface: eval "$(weft env --nic ens1f0)"."""

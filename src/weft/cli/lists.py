@@ -1,4 +1,4 @@
-"""`weft models`, `weft presets`, `weft topologies`: what can be named."""
+"""`weft models`, `weft presets`, `weft topologies`: the names that other commands take."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The environment variables NCCL, Gloo, UCX and UCCL need for one network interface, from what the machine has.
 
-variables = network_variables("ens1f0")        # or None: the one that leads out
+variables = network_variables("ens1f0")        # or None: the first that is up
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ ROCE_V2 = "RoCE v2"
 
 
 def interfaces(net: Path = NET) -> list[str]:
-    """Network interfaces that are there, loopback last."""
+    """Names of the network interfaces, loopback last."""
     names = sorted(path.name for path in net.iterdir()) if net.exists() else []
     return sorted(names, key=lambda name: (name == "lo", name))
 
@@ -24,7 +24,7 @@ def network_variables(interface: str | None, *, net: Path = NET, infiniband: Pat
     names = interfaces(net)
     chosen = interface or _default(net) or next(iter(names), "")
     if chosen not in names:
-        raise ConfigError(f"no network interface `{chosen}`", hint=f"there are: {', '.join(names) or 'none'}")
+        raise ConfigError(f"unknown network interface `{chosen}`", hint=f"interfaces: {', '.join(names) or 'none'}")
     found = {"NCCL_SOCKET_IFNAME": chosen, "GLOO_SOCKET_IFNAME": chosen, "OMP_NUM_THREADS": "1"}
     adapter = _adapter(chosen, net, infiniband)
     if adapter is None:
@@ -37,7 +37,7 @@ def network_variables(interface: str | None, *, net: Path = NET, infiniband: Pat
 
 
 def _default(net: Path) -> str | None:
-    """The interface that is up, where there is just one besides loopback."""
+    """The first interface that is up, loopback excluded."""
     up = [name for name in interfaces(net) if name != "lo" and _text(net / name / "operstate") in ("up", "unknown")]
     return up[0] if up else None
 
@@ -54,7 +54,7 @@ def _adapter(interface: str, net: Path, infiniband: Path) -> str | None:
 
 
 def _gid_index(port: Path) -> int | None:
-    """The first RoCE v2 address of a port that is not empty; None on InfiniBand."""
+    """Index of a port's first RoCE v2 address that is neither empty nor link-local; None on InfiniBand."""
     types = port / "gid_attrs" / "types"
     for entry in sorted(types.iterdir(), key=lambda path: int(path.name)) if types.exists() else ():
         address = _text(port / "gids" / entry.name)

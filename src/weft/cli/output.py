@@ -1,4 +1,4 @@
-"""Streams and tables: data on stdout, everything else on stderr; one JSON object where `--json` asks for it."""
+"""Streams and tables: data on stdout, everything else on stderr; one JSON object with `--json`."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from rich.table import Table
 
 out = Console(highlight=False, width=None if sys.stdout.isatty() else 160)
 MAX_TABLE_ROWS = 1000
-"""Longer listings are plain tab-separated lines: a table would have to measure them all first."""
+"""Longer listings are plain tab-separated lines: a table must measure all rows first."""
 
 err = Console(stderr=True, highlight=False)
 
 
 @contextmanager
 def progress() -> Iterator[Callable[[str], None]]:
-    """Says on stderr what is being done, on a terminal only."""
+    """Shows the current stage on stderr, on a terminal only."""
     with err.status("starting") as status:
         yield lambda stage: status.update(f"{stage} …")
 
 
 def print_text(text: str) -> None:
-    """Text on stdout; if its reader has gone, as `head` does, that is the end and not an error."""
+    """Text on stdout. A closed pipe, as `head` leaves it, ends the command without an error."""
     try:
         print(text, flush=True)
     except BrokenPipeError:
@@ -74,5 +74,5 @@ def gb(num_bytes: float) -> str:
 
 
 def number(value: float | str) -> str:
-    """A figure as short text; texts stay as they are."""
+    """A number as short text; text stays as it is."""
     return f"{value:.4g}" if isinstance(value, float) else value

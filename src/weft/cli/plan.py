@@ -54,8 +54,8 @@ def plan_command(
     ignore: Ignore = None,
     load: Load = None,
     config: ConfigFile = None,
-    tensor: Annotated[str, typer.Option("--explain", help="Show how one tensor travels, by name.")] = "",
-    svg: Annotated[Path | None, typer.Option(help="Draw the routing matrix into a .svg or .html file.")] = None,
+    tensor: Annotated[str, typer.Option("--explain", help="Show how the tensor of this name travels.")] = "",
+    svg: Annotated[Path | None, typer.Option(help="Draw the routing matrix to a .svg or .html file.")] = None,
     save: Annotated[Path | None, typer.Option(help="Save the plan to a file.")] = None,
     diff: Annotated[Path | None, typer.Option(help="Compare with a saved plan file.")] = None,
     as_json: Json = False,
@@ -213,5 +213,5 @@ def _ranks(ranks: tuple[int, ...]) -> str:
 
 
 def _carried(plan: Plan, path: StreamPath) -> int:
-    """Bytes of weights that travel in one way."""
+    """Bytes of weights that travel by one path."""
     return int(plan.chunks.payload[plan.chunks.path == path].sum())

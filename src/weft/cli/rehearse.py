@@ -36,9 +36,9 @@ def rehearse_command(
     placement: Placement = "",
     policy: PolicyName = "",
     ignore: Ignore = None,
-    versions: Annotated[int, typer.Option(min=1, help="Versions that are measured.")] = 3,
-    kill: Annotated[int, typer.Option(min=0, help="Members that are killed after that, and return.")] = 0,
-    processes: Annotated[int, typer.Option(min=0, help="Processes members share; 0: one for each core.")] = 0,
+    versions: Annotated[int, typer.Option(min=1, help="Versions to measure.")] = 3,
+    kill: Annotated[int, typer.Option(min=0, help="Members to kill after that, which then rejoin.")] = 0,
+    processes: Annotated[int, typer.Option(min=0, help="Processes the members share; 0: one per core.")] = 0,
     as_json: Json = False,
 ) -> None:
     """Run the real controller with all members of a case on this machine; weights are reserved, never touched."""
@@ -66,10 +66,10 @@ def _show(name: str, report: RehearsalReport) -> None:
         "planned": f"{report.plan_s:.1f} s, then opened and shipped in {report.ship_s:.1f} s",
         "shipped": f"{_mib(report.shipped_bytes)}, at most {_mib(report.max_shipped_bytes)} to one member",
         "compiled": f"{report.compile_s:.2f} s on the slowest member",
-        "everybody is ready": f"{report.planned_s:.1f} s after the first join",
+        "all members ready": f"{report.planned_s:.1f} s after the first join",
         "longest silence": f"{report.longest_silence_s:.3f} s",
         "a version": (
-            f"{report.controller_cpu_ms_per_version:.0f} ms of the controller's processor time, "
+            f"{report.controller_cpu_ms_per_version:.0f} ms of the controller's CPU time, "
             f"{_mib(report.magnitude_bytes)} of magnitudes, {report.version_s:.2f} s on this machine"
         ),
         "heartbeats": f"{report.heartbeat_cpu_share:.1%} of one core",

@@ -25,71 +25,81 @@ DEMO: dict[str, Any] = {"task": "sort", "model": "tiny", "num_engines": 2, "iter
 
 
 def demo_command(
-    seed: Annotated[int, typer.Option(help="Another seed, another run.")] = 0,
-    iterations: Annotated[int, typer.Option("--iterations", "--rl-iterations", min=1)] = DEMO["iterations"],
+    seed: Annotated[int, typer.Option(help="Random seed.")] = 0,
+    iterations: Annotated[int, typer.Option("--iterations", "--rl-iterations", min=1, help="PPO iterations.")] = DEMO[
+        "iterations"
+    ],
     freeze_engines: Annotated[bool, typer.Option(help="For comparison: engines keep version 0.")] = False,
-    out_dir: Annotated[Path | None, typer.Option("--out", help="Where report and logs go.")] = None,
+    out_dir: Annotated[Path | None, typer.Option("--out", help="Folder for report and logs.")] = None,
     as_json: Json = False,
 ) -> None:
-    """A tiny transformer learns to sort, from nothing, while weft keeps two engines fresh; about a minute."""
+    """Teach a tiny transformer to sort, from scratch, while weft keeps two engines fresh. Takes about a minute."""
     values = DEMO | {"seed": seed, "iterations": iterations, "freeze_engines": freeze_engines}
     _run(values, methods=["weft"], out_dir=out_dir, as_json=as_json)
 
 
 def rl_command(
     context: typer.Context,
-    task: Annotated[str, typer.Option(help="sort, reverse, brackets, add, or my.module:task.")] = DEFAULT.task,
+    task: Annotated[str, typer.Option(help="Task: sort, reverse, brackets, add, or my.module:task.")] = DEFAULT.task,
     model: Annotated[
-        str, typer.Option("--model", "--model-name", help="tiny, a name of the catalog, or a config.json.")
+        str, typer.Option("--model", "--model-name", help="Model: tiny, a catalog name, or a config.json.")
     ] = DEFAULT.model,
-    weights: Annotated[str, typer.Option(help="safetensors to start from; random weights without.")] = "",
-    modules: Annotated[str, typer.Option(help="builtin, or transformers: Hugging Face's modules.")] = DEFAULT.modules,
-    dtype: Annotated[
-        str, typer.Option(help="Of the trainers' weights: bf16 (with FP32 masters) or fp32.")
-    ] = DEFAULT.dtype,
+    weights: Annotated[str, typer.Option(help="Safetensors to start from, a file or folder. Default: random.")] = "",
+    modules: Annotated[str, typer.Option(help="Modules: builtin, or transformers (Hugging Face).")] = DEFAULT.modules,
+    dtype: Annotated[str, typer.Option(help="Trainer precision: bf16 (with FP32 masters) or fp32.")] = DEFAULT.dtype,
     num_trainers: Annotated[int, typer.Option("--trainers", "--num-training", help="Trainer ranks.")] = 1,
-    trainer: Annotated[str, typer.Option(help="ddp or fsdp2.")] = DEFAULT.trainer,
-    num_engines: Annotated[int, typer.Option("--engines", "--num-inference", help="Engines; each a replica.")] = 1,
-    ranks_per_engine: Annotated[int, typer.Option("--tp", help="Ranks of each engine: tensor parallel.")] = 1,
-    engine_dtype: Annotated[str | None, typer.Option(help="bf16, fp32 or fp8; as trainers' without.")] = None,
+    trainer: Annotated[str, typer.Option(help="Trainer layout: ddp or fsdp2.")] = DEFAULT.trainer,
+    num_engines: Annotated[int, typer.Option("--engines", "--num-inference", help="Engines, each a replica.")] = 1,
+    ranks_per_engine: Annotated[int, typer.Option("--tp", help="Tensor-parallel ranks per engine.")] = 1,
+    engine_dtype: Annotated[
+        str | None, typer.Option(help="Engine precision: bf16, fp32 or fp8. Default: the trainers'.")
+    ] = None,
     method: Annotated[
         list[str] | None,
-        typer.Option("--method", "--transfer-method", help="weft, broadcast, gather, uccl; several are compared."),
+        typer.Option("--method", "--transfer-method", help="weft, broadcast, gather or uccl; repeat to compare."),
     ] = None,
-    mode: Annotated[str, typer.Option(help="weft's: shadow, in_place, patch.")] = DEFAULT.mode,
-    delta: Annotated[bool, typer.Option(help="weft's: send only what changed.")] = False,
-    transport: Annotated[str, typer.Option(help="weft's: auto, or one for every link.")] = DEFAULT.transport,
-    sync: Annotated[bool, typer.Option("--sync", help="Generate, train, transfer in turn.")] = False,
+    mode: Annotated[str, typer.Option(help="weft only: shadow, in_place or patch.")] = DEFAULT.mode,
+    delta: Annotated[bool, typer.Option(help="weft only: send only what changed.")] = False,
+    transport: Annotated[str, typer.Option(help="weft only: auto, or one name for every link.")] = DEFAULT.transport,
+    sync: Annotated[bool, typer.Option("--sync", help="Generate, train and transfer in turn.")] = False,
     max_staleness: Annotated[
-        int, typer.Option(help="Versions a sample may be older than the policy.")
+        int, typer.Option(help="Most versions a sample may lag behind the policy.")
     ] = DEFAULT.max_staleness,
     freeze_engines: Annotated[bool, typer.Option(help="For comparison: engines keep version 0.")] = False,
     check_bits: Annotated[bool, typer.Option(help="Engines compare every version bit for bit.")] = False,
-    iterations: Annotated[int, typer.Option("--iterations", "--rl-iterations")] = DEFAULT.iterations,
+    iterations: Annotated[
+        int, typer.Option("--iterations", "--rl-iterations", help="PPO iterations.")
+    ] = DEFAULT.iterations,
     rollouts_per_rank: Annotated[
-        int, typer.Option("--rollouts", "--rollouts-per-rank", "--rollouts-per-gpu", help="Samples a trainer rank.")
+        int, typer.Option("--rollouts", "--rollouts-per-rank", "--rollouts-per-gpu", help="Samples per trainer rank.")
     ] = DEFAULT.rollouts_per_rank,
-    ppo_epochs: Annotated[int, typer.Option()] = DEFAULT.ppo_epochs,
-    minibatches: Annotated[int, typer.Option()] = DEFAULT.minibatches,
-    lr: Annotated[float, typer.Option()] = DEFAULT.lr,
-    kl_coef: Annotated[float, typer.Option(help="Pull towards the first policy.")] = DEFAULT.kl_coef,
-    entropy_coef: Annotated[float, typer.Option()] = DEFAULT.entropy_coef,
+    ppo_epochs: Annotated[int, typer.Option(help="Passes over the samples of an iteration.")] = DEFAULT.ppo_epochs,
+    minibatches: Annotated[int, typer.Option(help="Optimizer steps per pass.")] = DEFAULT.minibatches,
+    lr: Annotated[float, typer.Option(help="Learning rate of the first iteration.")] = DEFAULT.lr,
+    kl_coef: Annotated[
+        float, typer.Option(help="Weight of the KL penalty towards the first policy.")
+    ] = DEFAULT.kl_coef,
+    entropy_coef: Annotated[float, typer.Option(help="Weight of the entropy bonus.")] = DEFAULT.entropy_coef,
     gamma: Annotated[
-        float, typer.Option(help="0: every token earns by itself; 1: rewards at the end.")
+        float, typer.Option(help="Discount. 0: each token earns its own reward; 1: rewards at the end.")
     ] = DEFAULT.gamma,
-    seed: Annotated[int, typer.Option()] = DEFAULT.seed,
-    device: Annotated[str, typer.Option(help="cpu or cuda.")] = DEFAULT.device,
-    checkpoint_dir: Annotated[str, typer.Option(help="Where checkpoints go.")] = "",
+    seed: Annotated[int, typer.Option(help="Random seed.")] = DEFAULT.seed,
+    device: Annotated[str, typer.Option(help="Device: cpu or cuda.")] = DEFAULT.device,
+    checkpoint_dir: Annotated[str, typer.Option(help="Folder for checkpoints.")] = "",
     checkpoint_every: Annotated[int, typer.Option(help="Iterations between checkpoints; 0: none.")] = 0,
     resume: Annotated[bool, typer.Option("--resume", help="Continue from the newest checkpoint.")] = False,
-    timeout_s: Annotated[float, typer.Option(help="How long any member waits for any other.")] = DEFAULT.timeout_s,
-    silence_s: Annotated[float, typer.Option(help="An engine silent for this long is lost.")] = DEFAULT.silence_s,
-    port: Annotated[int, typer.Option(help="Under torchrun: of the controller; the next one is taken too.")] = 7070,
-    keys: Annotated[str, typer.Option(help="Under torchrun: folder of `weft keys controller trainer engine`.")] = "",
-    out_dir: Annotated[Path | None, typer.Option("--out", help="Where report and logs go.")] = None,
+    timeout_s: Annotated[float, typer.Option(help="Seconds a member waits for another.")] = DEFAULT.timeout_s,
+    silence_s: Annotated[
+        float, typer.Option(help="Seconds of silence after which an engine is lost.")
+    ] = DEFAULT.silence_s,
+    port: Annotated[int, typer.Option(help="Under torchrun: the controller's port; the next one is used too.")] = 7070,
+    keys: Annotated[
+        str, typer.Option(help="Under torchrun: folder with keys of `weft keys controller trainer engine`.")
+    ] = "",
+    out_dir: Annotated[Path | None, typer.Option("--out", help="Folder for report and logs.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Asynchronous PPO: trainers and engines as processes, connected by weft. Under torchrun, on many nodes."""
+    """Run asynchronous PPO: trainer and engine processes connected by weft; under torchrun, on many nodes."""
     values = {name: value for name, value in context.params.items() if name in LoopSettings.__struct_fields__}
     del values["method"]
     _run(values, methods=method or [DEFAULT.method], out_dir=out_dir, as_json=as_json, port=port, keys=keys)
@@ -112,13 +122,13 @@ def _run(
     port: int = 0,
     keys: str = "",
 ) -> None:
-    """Run each method, with the same seed; say what came of it."""
+    """Run each method with the same seed and show the results."""
     runs = [LoopSettings.of(**values, method=method) for method in methods]
     launch = _load("run.launch")
-    logging.getLogger("weft").setLevel(logging.ERROR)  # members that leave are no news here
+    logging.getLogger("weft").setLevel(logging.ERROR)  # members that leave are expected here
     is_member = launch.under_torchrun()
     if is_member and len(runs) > 1:
-        raise ConfigError("under torchrun one method is run at a time", hint="start torchrun once for each --method")
+        raise ConfigError("torchrun runs one method at a time", hint="start torchrun once for each --method")
     mark = os.environ["TORCHELASTIC_RUN_ID"] if is_member else time.strftime("%Y%m%d-%H%M%S")
     folder = out_dir or Path("runs") / f"{runs[0].task.replace(':', '.')}-{mark}"
     found = []
@@ -144,7 +154,7 @@ def _run(
 
 @contextlib.contextmanager
 def _kept(settings: LoopSettings, where: Path) -> Iterator[Callable[[Any], None]]:
-    """Shows a run while it goes on, and keeps report and record however it ends."""
+    """Shows a run while it lasts, and keeps report and record however it ends."""
     newest = None
 
     def see(record: Any) -> None:
@@ -162,7 +172,7 @@ def _kept(settings: LoopSettings, where: Path) -> Iterator[Callable[[Any], None]
 
 
 def _show_one(one: dict[str, Any]) -> None:
-    """What came of a run."""
+    """The results of one run."""
     checked = "all verified" if one["all_verified"] else "not all verified"
     transfer, pause = one["transfer_ms"], one["pause_ms"]
     facts = {

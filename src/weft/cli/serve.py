@@ -15,14 +15,14 @@ def serve_command(
     model: Annotated[Path, typer.Argument(help="Folder of a Hugging Face checkpoint.")],
     controller: Annotated[str, typer.Option(help="Address of the controller.", envvar="WEFT_CONTROLLER")],
     rank: Annotated[int, typer.Option(min=0, help="Rank of this engine among all engine ranks.")] = 0,
-    host: Annotated[str, typer.Option(help="Where to listen.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0: any free one.")] = 8000,
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0: any free port.")] = 8000,
     dtype: Annotated[str, typer.Option(help="Precision of the weights: float32, bfloat16 or float16.")] = "float32",
-    device: Annotated[str, typer.Option(help="cpu, or cuda:N.")] = "cpu",
+    device: Annotated[str, typer.Option(help="Device: cpu or cuda:N.")] = "cpu",
     keys: Annotated[str, typer.Option(help="Folder with controller.pub and the engine's own key.")] = "",
     key: Annotated[str, typer.Option(help="Name of the engine's key.")] = "engine",
 ) -> None:
-    """Answer requests with a model whose weights come from trainers; ends with Ctrl-C."""
+    """Answer requests with a model whose weights come from trainers. Ctrl-C stops it."""
     try:
         import torch  # noqa: PLC0415
         import uvicorn  # noqa: PLC0415

@@ -58,14 +58,14 @@ def simulate_command(
         str, typer.Option(help="Receiver mode: shadow, in_place, or patch with --delta-density.")
     ] = "shadow",
     delta_density: Annotated[
-        float | None, typer.Option(help="Send patches; this fraction of the engine's elements changes.")
+        float | None, typer.Option(help="Send patches; the fraction of the engine's elements that changes.")
     ] = None,
     beside_gather: Annotated[
-        bool, typer.Option(help="Of a published run: also predict gathering full tensors before quantising.")
+        bool, typer.Option(help="For a published run: also predict gathering full tensors before quantising.")
     ] = False,
     offloaded: Annotated[bool | None, typer.Option(help="Trainer weights start in host memory.")] = None,
-    skew_ms: Annotated[float, typer.Option(help="Senders start spread over this many milliseconds.")] = 0.0,
-    trace: Annotated[Path | None, typer.Option(help="Write a trace for ui.perfetto.dev.")] = None,
+    skew_ms: Annotated[float, typer.Option(help="Spread the senders' starts over this many milliseconds.")] = 0.0,
+    trace: Annotated[Path | None, typer.Option(help="Write a trace for ui.perfetto.dev to this file.")] = None,
     as_json: Json = False,
 ) -> None:
     """Predict how long one update takes, and how long the engines pause."""
@@ -88,7 +88,9 @@ def simulate_command(
     if offloaded is None:
         offloaded = preset is not None and preset.offloaded
     if beside_gather and (preset is None or asked.typed()):
-        raise ConfigError("--beside-gather needs a published run as it is", hint=f"one of {', '.join(PRESETS)}")
+        raise ConfigError(
+            "--beside-gather needs a published run without other options", hint=f"use one of {', '.join(PRESETS)}"
+        )
     options = Options(mode=ReceiverMode(mode), offloaded=offloaded, skew_s=skew_ms / 1e3, delta_density=delta_density)
     with progress() as on_progress:
         on_progress("simulating")
@@ -118,15 +120,17 @@ def simulate_command(
 
 
 def _check_options(mode: str, delta_density: float | None, skew_ms: float) -> None:
-    """What the simulator cannot take, one clear error each."""
+    """Raises ConfigError for options the simulator cannot take."""
     if mode not in list(ReceiverMode):
         raise ConfigError(f"unknown mode `{mode}`", hint=f"use {' or '.join(ReceiverMode)}")
     if mode == ReceiverMode.PATCH and delta_density is None:
-        raise ConfigError("mode `patch` without patches", hint="say how much changes: --delta-density 0.01")
+        raise ConfigError("mode `patch` without patches", hint="give the fraction that changes: --delta-density 0.01")
     if delta_density is not None and not 0 < delta_density <= 1:
-        raise ConfigError(f"a delta density of {delta_density}", hint="more than 0, at most 1: 0.01 is one percent")
+        raise ConfigError(
+            f"delta density is {delta_density}", hint="give more than 0 and at most 1: 0.01 is one percent"
+        )
     if not 0 <= skew_ms <= 3_600_000:
-        raise ConfigError(f"skew of {skew_ms} ms", hint="give 0 to 3600000 milliseconds")
+        raise ConfigError(f"skew is {skew_ms} ms", hint="give 0 to 3600000 milliseconds")
 
 
 def _show_prediction(plan: Plan, result: dict[str, Any], preset: Preset | None) -> None:

@@ -15,9 +15,7 @@ from weft.sim.validation import ValidationRow, passed_ids, test_ids, validate
 
 
 def validate_command(
-    only: Annotated[
-        str, typer.Option(help="Run these tests only, such as T1,T2; exit code 1 if one does not pass.")
-    ] = "",
+    only: Annotated[str, typer.Option(help="Run only these tests, such as T1,T2; exit code 1 if one fails.")] = "",
     as_json: Json = False,
 ) -> None:
     """Compare planner and simulator with other systems' published results."""

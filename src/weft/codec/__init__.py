@@ -1,1 +1,1 @@
-"""What happens to weights on their way: patches between versions, FP8."""
+"""What happens to weights in transit: patches between versions, FP8."""

@@ -1,4 +1,4 @@
-"""Casts between FP32, BF16 and FP16: to the nearest number, ties to even; NaN stays NaN, and overflow is infinite."""
+"""Casts between FP32, BF16 and FP16: round to nearest, ties to even; NaN stays NaN, and overflow becomes infinity."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ def cast(
 
 
 def cast_all(table: NDArray[np.int64], dst: int, src_dtype: str, dst_dtype: str) -> None:
-    """Cast many matrices. Rows of the table: address, bytes from row to row, where the result begins, counted from
-    `dst`, bytes from row to row of it, rows, columns."""
+    """Cast many matrices. Each row of the table: address, bytes from row to row, offset of the result from `dst`, bytes
+    from row to row of the result, rows, columns."""
     if src_dtype not in KINDS or dst_dtype not in KINDS:
-        raise CodecError(f"cannot cast {src_dtype} to {dst_dtype}", hint=f"{', '.join(KINDS)}")
+        raise CodecError(f"{src_dtype} cannot be cast to {dst_dtype}", hint=f"{', '.join(KINDS)}")
     if _codec is not None and {src_dtype, dst_dtype} == {"fp32", "bf16"}:
         width = np.full((len(table), 1), np.dtype(KINDS[src_dtype]).itemsize)
         _codec.cast(np.concatenate([table, width], axis=1), dst)

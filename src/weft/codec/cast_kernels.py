@@ -1,4 +1,4 @@
-"""Casts on a GPU: what weft.codec.cast gives, for all boxes of a chunk at once."""
+"""Casts on a GPU: the same results as weft.codec.cast, for all boxes of a chunk at once."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def _cast_tile(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _to_bf16(values):  # type: ignore[no-untyped-def]
-    """To the nearest, ties to even; what is not a number keeps its upper bits, which a GPU's own cast does not do."""
+    """Round to nearest, ties to even; a NaN keeps its upper bits, which a GPU's own cast does not preserve."""
     bits = values.to(tl.int32, bitcast=True)
     nearest = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
     is_nan = (bits & 0x7FFFFFFF) > 0x7F800000

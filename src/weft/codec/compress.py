@@ -1,9 +1,9 @@
 """Patches for slow links: their parts sorted by kind, each compressed with Zstandard.
 
-Places are nearly random, values nearly constant: mixed, as in a patch, they spoil each other. A compressed patch is
+Places are nearly random, values nearly constant: mixed, as in a patch, they compress badly. A compressed patch is
 `WPZ1`, four zero bytes, the patch's header, then seven streams (u64 length, Zstandard frame): changes and escapes of
 each block, then counts, places, values, wide and dense of all blocks. The length of every stream follows from the
-first two, so nothing unpacks to more than the patch it belongs to may have.
+first two, so nothing unpacks to more bytes than its patch may have.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def _zstd() -> ModuleType:
 
 
 def compress(patch: Bytes) -> Bytes:
-    """A sound patch, smaller."""
+    """A compressed copy of a valid patch."""
     header = delta.read_header(int(patch.ctypes.data), len(patch))
     table = delta.table_of(patch, header.num_elements)
     changes, escapes = (np.ascontiguousarray(table[name]) for name in ("changes", "escapes"))
@@ -52,21 +52,24 @@ def compress(patch: Bytes) -> Bytes:
 
 
 def decompress(data: Bytes, *, width: int, num_elements: int) -> Bytes:
-    """The patch again, records in the order of their blocks; raises CodecError for anything that is not one."""
+    """The original patch, records in block order; raises CodecError for anything that is not a compressed patch."""
     if data[: len(_MAGIC)].tobytes() != _MAGIC or len(data) < len(_MAGIC) + delta.HEADER_BYTES:
-        raise CodecError("not a compressed patch")
+        raise CodecError("data is not a compressed patch")
     header = delta.read_header(int(data[len(_MAGIC) :].ctypes.data), delta.HEADER_BYTES)
     if (header.width, header.num_elements) != (width, num_elements):
-        raise CodecError(f"a compressed patch of {header.num_elements} elements of {header.width} bytes")
+        raise CodecError(
+            f"compressed patch has {header.num_elements} elements of {header.width} bytes, "
+            f"expected {num_elements} of {width}"
+        )
     if header.num_bytes > delta.max_bytes(num_elements, width):
-        raise CodecError(f"a compressed patch that would have {header.num_bytes} bytes")
+        raise CodecError(f"compressed patch would unpack to {header.num_bytes} bytes, more than a patch may have")
     reader = _Reader(data, len(_MAGIC) + delta.HEADER_BYTES)
     num_blocks = -(-num_elements // BLOCK)
     changes, escapes = (reader.stream(2 * num_blocks).view("<u2") for _ in range(2))
     sizes = delta.record_sizes(width, num_elements, changes, escapes)
     offset = delta.first_record(num_elements) + np.cumsum(sizes) - sizes
     if int(sizes.sum()) + delta.first_record(num_elements) != header.num_bytes:
-        raise CodecError("a compressed patch whose blocks do not add up")
+        raise CodecError("blocks of a compressed patch do not add up to its size")
     patch = np.zeros(header.num_bytes, dtype=np.uint8)
     patch[: delta.HEADER_BYTES] = data[len(_MAGIC) : len(_MAGIC) + delta.HEADER_BYTES]
     table = delta.table_of(patch, num_elements)
@@ -85,22 +88,22 @@ class _Reader:
         self._unpacker = _zstd().ZstdDecompressor()
 
     def stream(self, num_bytes: int) -> Bytes:
-        """The next stream, which must have so many bytes."""
+        """The next stream, which must have this many bytes."""
         size = int.from_bytes(self._data[self._at : self._at + 8].tobytes(), "little")
         frame = self._data[self._at + 8 : self._at + 8 + size]
         if len(frame) != size:
-            raise CodecError("a compressed patch that ends early")
+            raise CodecError("compressed patch ends early")
         self._at += 8 + size
         zstandard = _zstd()
         try:
             known = zstandard.frame_content_size(frame.data)
             if known not in (num_bytes, 0):
-                raise CodecError(f"a stream of {known} bytes where {num_bytes} belong")
+                raise CodecError(f"stream of a compressed patch has {known} bytes, expected {num_bytes}")
             found = self._unpacker.decompress(frame.data, max_output_size=max(num_bytes, 1))
         except zstandard.ZstdError as error:
-            raise CodecError(f"a damaged compressed patch: {error}") from error
+            raise CodecError(f"compressed patch is damaged: {error}") from error
         if len(found) != num_bytes:
-            raise CodecError(f"a stream of {len(found)} bytes where {num_bytes} belong")
+            raise CodecError(f"stream of a compressed patch has {len(found)} bytes, expected {num_bytes}")
         return np.frombuffer(bytearray(found), dtype=np.uint8)
 
 

@@ -1,8 +1,8 @@
 """What a trainer does to its weights before they travel: rows are copied, boxes cast or quantised, scales written.
 
-The weights one trainer sends as FP8 lie on grids of blocks that share a scale. It finds the largest magnitude of the
-blocks it holds, agrees with the other holders on those that are cut, and then fills chunks of an image: bytes as the
-engine wants them, in the order in which they are sent.
+The weights a trainer sends as FP8 lie on grids of blocks that share a scale. It finds the largest magnitude of the
+blocks it holds, agrees with the other holders on the blocks that are cut, and then fills chunks of an image: bytes as
+the engine wants them, in the order in which they are sent.
 
     converter.find_amax(0)                                   # a group of grids
     found = converter.amax(converter.cut[0])                 # to be exchanged: the maximum over all holders
@@ -32,7 +32,7 @@ from weft.errors import CodecError
 
 Int64s = NDArray[np.int64]
 Wait = Callable[[], None]
-"""Returns when something that was begun is done, or raises what went wrong."""
+"""Returns when work that was started is done, or raises its error."""
 DTYPES = tuple(DTYPE_BYTES)
 """Numbers of dtypes in tables."""
 DTYPE_WIDTHS = np.array([DTYPE_BYTES[dtype] for dtype in DTYPES], dtype=np.int64)
@@ -40,11 +40,11 @@ DTYPE_WIDTHS = np.array([DTYPE_BYTES[dtype] for dtype in DTYPES], dtype=np.int64
 
 
 class Conversion(NamedTuple):
-    """A box of a shard that is not copied as it is."""
+    """A box of a shard that is not copied unchanged."""
 
     op: int
     grid: int
-    """Number of the trainer's grid; of no meaning for casts."""
+    """Number of the trainer's grid; meaningless for casts."""
     src: int
     """Address of its first element; 0 for scales."""
     stride: int
@@ -60,7 +60,7 @@ class Conversion(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Conversions(Sequence[tuple[Conversion, int]]):
-    """Boxes that are converted, as columns, and where they begin in an image; their rows follow each other there."""
+    """Boxes that are converted, as columns, and where they begin in an image; their rows are contiguous there."""
 
     table: Int64s
     """(n, 10): the numbers of a `Conversion`."""
@@ -81,7 +81,7 @@ class Conversions(Sequence[tuple[Conversion, int]]):
         return Conversion._make(self.table[which].tolist()), int(self.at[which])
 
     def column(self, name: str) -> Int64s:
-        """One number of every box."""
+        """One field of every box."""
         return self.table[:, Conversion._fields.index(name)]
 
     def of(self, op: Op) -> Conversions:
@@ -91,7 +91,7 @@ class Conversions(Sequence[tuple[Conversion, int]]):
 
     @property
     def source_end(self) -> int:
-        """Behind the last byte of the weights that is read."""
+        """Address just past the last byte of the weights that is read."""
         stride, rows, columns = (self.column(name) for name in ("stride", "rows", "columns"))
         ends = self.column("src") + (rows - 1) * stride + columns * DTYPE_WIDTHS[self.column("src_dtype")]
         return int(ends.max(initial=0))
@@ -102,18 +102,18 @@ class ChunkFill:
     """How a chunk of an image is filled."""
 
     planes: Planes
-    """What is copied as it is; destinations count from the beginning of the image."""
+    """What is copied unchanged; destinations are relative to the beginning of the image."""
     boxes: Conversions
     """What is converted."""
     source_end: int
-    """Behind the last byte of the weights that is read."""
+    """Address just past the last byte of the weights that is read."""
 
 
 class Converter(Protocol):
     """Conversions on one device."""
 
     cut: list[NDArray[np.int64]]
-    """For each group: the blocks that must be agreed on, as indexes among all blocks of all grids."""
+    """For each group: the blocks that must be agreed on, as indices among all blocks of all grids."""
     keys: list[NDArray[np.int64]]
     """For each group: the same blocks, by numbers that all trainers know."""
     cut_grids: list[NDArray[np.int64]]
@@ -123,7 +123,7 @@ class Converter(Protocol):
         """Whether `find_amax` has anything to find."""
 
     def find_amax(self, group: int) -> None:
-        """Find the largest magnitude of every block of a group, as far as they are here."""
+        """Find the largest magnitude of every block of a group, in the parts held here."""
 
     def amax(self, blocks: NDArray[np.int64]) -> Floats:
         """Magnitudes of some blocks."""
@@ -132,12 +132,12 @@ class Converter(Protocol):
         """The magnitudes of a group's cut blocks are known: make the scales."""
 
     def fill(self, chunk: ChunkFill, image: int) -> Wait | None:
-        """Fill a chunk of an image at some address, or begin to: what is returned waits until it is filled."""
+        """Fill a chunk of an image at an address, or start to: the returned function waits until it is filled."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _FillProgram:
-    """How a Chunk is filled on a CPU: tables that C works through."""
+    """How a Chunk is filled on a CPU: tables that the C module works through."""
 
     chunk: ChunkFill
     planes: Planes
@@ -173,7 +173,7 @@ class CpuConverter:
         return len(self.spread.grids_of(group)) > 0
 
     def find_amax(self, group: int) -> None:
-        """Raises CodecError, naming the tensor, for numbers that are not finite."""
+        """Raises CodecError, naming the tensor, for non-finite numbers."""
         self._amax[self.spread.blocks_of(group)] = 0
         grids = self.spread.grids_of(group)
         first, last = np.searchsorted(self._grids.boxes.grid, [grids.start, grids.stop]).tolist()
@@ -246,8 +246,8 @@ class CpuConverter:
         extent = np.stack([boxes.column("rows"), boxes.column("columns")], axis=1)
         for at in np.flatnonzero(((first < 0) | (first + extent > size)).any(axis=1))[:1].tolist():
             name = self._grids.names[boxes.column("grid")[at]]
-            what = f"{extent[at].tolist()} at {first[at].tolist()} in a matrix of {size[at].tolist()}"
-            raise CodecError(f"`{name}`: a box of {what}")
+            what = f"{extent[at].tolist()} at {first[at].tolist()} lies outside its matrix of {size[at].tolist()}"
+            raise CodecError(f"`{name}`: box of {what}")
 
 
 def _casts(boxes: Conversions) -> list[tuple[str, str, Int64s]]:
@@ -263,7 +263,7 @@ def _casts(boxes: Conversions) -> list[tuple[str, str, Int64s]]:
 
 
 def converter_for(device: str, grids: HeldGrids, *, allow_nonfinite: bool) -> Converter:
-    """Who converts a device's memory."""
+    """The converter of a device's memory."""
     if device == CPU:
         return CpuConverter(grids, allow_nonfinite=allow_nonfinite)
     from weft.codec.conversion_gpu import GpuConverter  # noqa: PLC0415 - torch and Triton only where there is a GPU

@@ -1,8 +1,8 @@
-"""Conversions of GPU memory: the largest magnitudes, FP8, casts. Gives what weft.codec.conversion gives, bit for bit.
+"""Conversions of GPU memory: the largest magnitudes, FP8, casts. Same results as weft.codec.conversion, bit for bit.
 
-Blocks that one tile of a chunk holds are quantised in one pass, when the chunk is filled. Only blocks that other
-trainers hold parts of, and those larger than a tile (channels, tensors), are looked at before (`find_amax`); blocks
-that a chunk's border cuts, and scales that travel apart from their codes, are looked at by the chunk that needs them.
+Blocks that fit into one tile of a chunk are quantised in one pass, when the chunk is filled. Only blocks that other
+trainers hold parts of, and those larger than a tile (channels, tensors), are searched beforehand (`find_amax`); blocks
+that a chunk's border cuts, and scales that travel apart from their codes, are searched by the chunk that needs them.
 Each chunk is compiled once into tables on the device.
 """
 
@@ -29,9 +29,9 @@ from weft.errors import CodecError
 from weft.gpu import GpuWork
 
 Int64s = NDArray[np.int64]
-_DIVERGED = "the policy has diverged, or allow_nonfinite"
+_DIVERGED = "the policy may have diverged; set allow_nonfinite to send it anyway"
 Tables = tuple[tuple[int, torch.Tensor], ...]
-"""Tiles by the bytes of their elements: a launch for each."""
+"""Tiles by element size in bytes: one launch for each."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,16 +47,16 @@ class _ChunkProgram:
     """A chunk's tables on the device."""
 
     chunk: ChunkFill
-    """Kept, because programs are found by its identity."""
+    """Kept alive, because programs are looked up by its identity."""
     grids: Sequence[int]
-    """Those it has codes or scales of."""
+    """Grids it has codes or scales of."""
     search: _Search
-    """Blocks that no tile of this chunk is all of, and that `find_amax` does not look for."""
+    """Blocks that no tile of this chunk covers completely, and that `find_amax` does not search."""
     quantized: Tables
     casts: tuple[tuple[str, str, torch.Tensor], ...]
     scales: torch.Tensor
     copies: dict[int, Planes]
-    """What is copied as it is, by the address of the image."""
+    """What is copied unchanged, by the address of the image."""
 
 
 class GpuConverter:
@@ -68,9 +68,9 @@ class GpuConverter:
         self.cut, self.keys, self.cut_grids = self.spread.cut, self.spread.keys, self.spread.cut_grids
         self._amax = torch.zeros(max(self.spread.num_blocks, 1), dtype=torch.float32, device=work.device)
         self._wild = torch.zeros(1 + len(grids), dtype=torch.int32, device=work.device)
-        """Elements that are not finite, of chunks that are filled: all of them, and those of each grid."""
+        """Non-finite elements of the chunks that are filled: in total, and of each grid."""
         self._wild_before = torch.zeros_like(self._wild)
-        """The same, of what `find_amax` looks at, on another thread."""
+        """The same for what `find_amax` searches, on another thread."""
         self._cut = [work.upload(blocks) for blocks in self.cut]
         self._is_sought = self._sought_before()
         self._searches: dict[int, _Search] = {}
@@ -81,9 +81,9 @@ class GpuConverter:
         return bool(self._is_sought[self.spread.blocks_of(group)].any())
 
     def find_amax(self, group: int) -> None:
-        """Find magnitudes that are needed before chunks are filled; without any, nothing is done or waited for.
+        """Find magnitudes that are needed before chunks are filled; if there are none, returns at once.
 
-        Raises CodecError, naming the tensor, for numbers that are not finite.
+        Raises CodecError, naming the tensor, for non-finite numbers.
         """
         with self._work.queue():
             if group not in self._searches:
@@ -112,7 +112,7 @@ class GpuConverter:
                 self._amax[self._cut[group]] = self._work.upload(amax)
 
     def fill(self, chunk: ChunkFill, image: int) -> Wait:
-        """Queue copies, conversions and scales. The wait raises CodecError for numbers that are not finite."""
+        """Queue copies, conversions and scales. The wait raises CodecError for non-finite numbers."""
         with self._work.queue():
             program = self._program(chunk)
             if len(chunk.planes):
@@ -144,8 +144,8 @@ class GpuConverter:
                 fp8_kernels.add_amax(table, self._amax, wild, width=width)
 
     def _raise_if_wild(self, grids: Sequence[int], counts: torch.Tensor) -> None:
-        """Raise, naming the tensor, if some number of these grids is not finite; it may be one of a chunk before, whose
-        own wait has raised. Either way the count begins anew, and the version has failed.
+        """Raise, naming the tensor, if a number of these grids is not finite. It may belong to an earlier chunk, whose
+        own wait has raised. Either way the count starts again, and the version has failed.
         """
         with self._work.queue():
             counts.zero_()
@@ -160,7 +160,7 @@ class GpuConverter:
             )
 
     def _sought_before(self) -> NDArray[np.bool_]:
-        """Which blocks `find_amax` looks for: those that are cut, and those larger than a tile."""
+        """Which blocks `find_amax` searches: those that are cut, and those larger than a tile."""
         is_sought = np.zeros(self.spread.num_blocks, dtype=bool)
         for number, held in enumerate(self._grids):
             if max(held.grid.block) > SIDE:
@@ -204,7 +204,7 @@ class GpuConverter:
                 by_width.setdefault(DTYPE_BYTES[src_dtype], []).append(self._quantized_box(box, at))
             elif box.op == Op.CAST:
                 if src_dtype not in KINDS or dst_dtype not in KINDS:
-                    raise CodecError(f"cannot cast {src_dtype} to {dst_dtype}", hint=f"{', '.join(KINDS)}")
+                    raise CodecError(f"{src_dtype} cannot be cast to {dst_dtype}", hint=f"{', '.join(KINDS)}")
                 by_cast.setdefault((src_dtype, dst_dtype), []).append(_cast_box(box, at))
         tiles = {width: MatrixTiles.of(boxes) for width, boxes in by_width.items()}
         grids = sorted({box.grid for box, _ in chunk.boxes if box.op != Op.CAST})
@@ -223,7 +223,7 @@ class GpuConverter:
         )
 
     def _missing(self, tiles: Sequence[MatrixTiles], scaled: Int64s) -> Int64s:
-        """Blocks whose magnitudes a chunk needs, and that neither one of its tiles nor `find_amax` gives."""
+        """Blocks whose magnitudes a chunk needs and neither one of its tiles nor `find_amax` provides."""
         is_needed = np.zeros(self.spread.num_blocks, dtype=bool)
         is_needed[scaled] = True
         for found in tiles:

@@ -1,7 +1,7 @@
-"""Patches: what changes between two images of the same weights, exactly.
+"""Patches: the exact changes between two images of the same weights.
 
-An image is some weights as bytes, elements of 1, 2 or 4 bytes one after the other. A patch turns the image of one
-version into that of the next. Little-endian; N elements in blocks of 16384, those in groups of 256.
+An image is weights as bytes, elements of 1, 2 or 4 bytes one after the other. A patch turns the image of one version
+into that of the next. Little-endian; N elements in blocks of 16384, split into groups of 256.
 
 1. header   u32 `WPT1`, u32 width, u64 N, u64 bytes of the patch, u64 base version, u64 version
 2. table    for every block: u32 offset of its record from the start of the patch / 4, u16 changes, u16 escapes
@@ -56,14 +56,14 @@ _HEADER = np.dtype(
 _ENTRY = np.dtype([("offset", "<u4"), ("changes", "<u2"), ("escapes", "<u2")])
 HEADER_BYTES = _HEADER.itemsize
 BLOCK_OVERHEAD = _ENTRY.itemsize + 4
-"""Most a block costs beyond its elements."""
+"""Largest overhead of a block beyond its elements."""
 NO_BASE = (1 << 64) - 1
 """Base of a patch that needs none: every block is dense."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PatchHeader:
-    """What a patch says of itself."""
+    """The header of a patch."""
 
     width: int
     num_elements: int
@@ -74,14 +74,14 @@ class PatchHeader:
     def check_versions(self, *, base: int | None, version: int) -> None:
         """Raise CodecError unless it turns version `base` into `version`."""
         if self.version != version:
-            raise CodecError(f"a patch to version {self.version}, not {version}")
+            raise CodecError(f"patch is for version {self.version}, expected {version}")
         if self.base not in (NO_BASE, base):
-            raise CodecError(f"a patch from version {self.base}, but {base} is here", hint="send an anchor")
+            raise CodecError(f"patch applies to version {self.base}, but the base is {base}", hint="send an anchor")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImageRows:
-    """Where the bytes of an image lie in memory: rows that follow each other in the image."""
+    """Where the bytes of an image lie in memory: rows that are consecutive in the image."""
 
     begin: Column
     """First byte of each row in the image."""
@@ -96,7 +96,7 @@ class ImageRows:
 
 
 def max_bytes(num_elements: int, width: int) -> int:
-    """No patch of so many elements is longer."""
+    """The largest size of a patch of this many elements."""
     num_blocks = -(-num_elements // BLOCK)
     return HEADER_BYTES + num_blocks * BLOCK_OVERHEAD + num_elements * width
 
@@ -119,7 +119,7 @@ def encode(
     if size == 0:
         raise CodecError(
             f"a patch of {num_elements} elements does not fit into {capacity} bytes",
-            hint=f"{max_bytes(num_elements, width)} are always enough, {MAX_BYTES} the most there can be",
+            hint=f"{max_bytes(num_elements, width)} bytes always suffice; no patch is longer than {MAX_BYTES}",
         )
     header = memory_view(out, HEADER_BYTES).view(_HEADER)
     header["base"], header["version"] = NO_BASE if old is None else base, version
@@ -134,16 +134,16 @@ def header_bytes(width: int, num_elements: int, num_bytes: int, base: int, versi
 def read_header(patch: int, num_bytes: int) -> PatchHeader:
     """The header of a patch in memory; raises CodecError if there is none."""
     if num_bytes < HEADER_BYTES:
-        raise CodecError(f"{num_bytes} bytes are no patch")
+        raise CodecError(f"patch of {num_bytes} bytes is shorter than its header")
     header = memory_view(patch, HEADER_BYTES).view(_HEADER)[0]
     if header["magic"] != _MAGIC:
-        raise CodecError(f"what begins with {int(header['magic']):#x} is no patch")
+        raise CodecError(f"data that begins with {int(header['magic']):#x} is not a patch")
     names = ("width", "num_elements", "num_bytes", "base", "version")
     return PatchHeader(**{name: int(header[name]) for name in names})
 
 
 def check(patch: int, num_bytes: int, *, width: int, num_elements: int, base: int | None, version: int) -> None:
-    """Raise CodecError unless the patch is sound and turns version `base` of this image into `version`."""
+    """Raise CodecError unless the patch is valid and turns version `base` of this image into `version`."""
     _check_width(width)
     header = read_header(patch, num_bytes)
     header.check_versions(base=base, version=version)
@@ -153,13 +153,13 @@ def check(patch: int, num_bytes: int, *, width: int, num_elements: int, base: in
         wrong = _check_slowly(memory_view(patch, num_bytes), width, num_elements)
     if wrong is None and header.base == NO_BASE:
         changes = table_of(memory_view(patch, num_bytes), num_elements)["changes"]
-        wrong = None if (changes == DENSE).all() else "it needs a base and names none"
+        wrong = None if (changes == DENSE).all() else "it needs a base but names none"
     if wrong is not None:
-        raise CodecError(f"a damaged patch: {wrong}")
+        raise CodecError(f"patch is damaged: {wrong}")
 
 
 def apply(patch: int, num_bytes: int, *, width: int, num_elements: int, rows: ImageRows) -> None:
-    """Apply a patch that was checked. Rows must hold the whole image."""
+    """Apply a patch that has been checked. Rows must hold the whole image."""
     if int(rows.length.sum()) != num_elements * width or (rows.length % np.uint64(width)).any():
         raise CodecError(f"rows of {int(rows.length.sum())} bytes do not hold {num_elements} elements of {width}")
     if _codec is not None:
@@ -167,12 +167,12 @@ def apply(patch: int, num_bytes: int, *, width: int, num_elements: int, rows: Im
     else:
         done = _apply_slowly(memory_view(patch, num_bytes), width, num_elements, rows)
     if not done:
-        raise CodecError("a patch was changed after it was checked, or the rows of its image do not follow each other")
+        raise CodecError("patch was changed after it was checked, or the rows of its image are not consecutive")
 
 
 def _check_width(width: int) -> None:
     if width not in WIDTHS:
-        raise CodecError(f"elements of {width} bytes", hint="1, 2 or 4")
+        raise CodecError(f"unsupported elements of {width} bytes", hint="1, 2 or 4")
 
 
 def dense_table(num_elements: int, width: int) -> Bytes:

@@ -7,10 +7,9 @@ The reference, in plain torch for one block `x` of BF16 or FP32 numbers:
     q = (x.float() * (1 / scale)).clamp(-448, 448).to(torch.float8_e4m3fn)
 
 and `q.float() * scale` is what an engine computes with. The largest magnitude of a block does not depend on how the
-block is cut: holders of its parts exchange theirs, take the maximum, and each quantises what it holds. No gather.
+block is cut: the holders of its parts exchange theirs, take the maximum, and each quantises what it holds. No gather.
 
-Numbers that are not finite are an error that names the tensor; where they are allowed, NaN stays NaN and infinities
-become ±448.
+Non-finite numbers are an error that names the tensor; where they are allowed, NaN stays NaN and infinities become ±448.
 """
 
 from __future__ import annotations
@@ -55,7 +54,7 @@ class Grid:
         return height, width
 
     def zeros(self) -> Floats:
-        """No magnitude known yet."""
+        """Magnitudes before any is known."""
         return np.zeros(self.shape, dtype=np.float32)
 
 
@@ -82,10 +81,10 @@ def add_amax(box: Box, grid: Grid, amax: Floats, *, tensor: str = "", allow_nonf
 
 
 def not_finite(tensor: str, num_elements: int) -> CodecError:
-    """What is wrong with a tensor."""
+    """The error for a tensor with non-finite elements."""
     return CodecError(
         f"`{tensor}` has {num_elements} elements that are not finite",
-        hint="the policy has diverged, or allow_nonfinite",
+        hint="the policy may have diverged; set allow_nonfinite to send it anyway",
     )
 
 
@@ -95,14 +94,14 @@ def scales(amax: Floats) -> Floats:
 
 
 def factors(scale: Floats) -> Floats:
-    """What the numbers of each block are multiplied with."""
+    """What the numbers of each block are multiplied by."""
     return np.float32(1.0) / scale
 
 
 def quantize(box: Box, grid: Grid, scale: Floats, dst: int, dst_stride: int, *, is_bounded: bool = False) -> None:
     """Write a part of the matrix as FP8 to `dst`, rows `dst_stride` bytes apart.
 
-    `is_bounded`: all numbers are finite, and scales come from their magnitudes; that is faster.
+    `is_bounded`: all numbers are finite, and the scales come from their magnitudes; this is faster.
     """
     _check(box, grid, scale)
     factor = factors(scale)
@@ -110,8 +109,8 @@ def quantize(box: Box, grid: Grid, scale: Floats, dst: int, dst_stride: int, *, 
 
 
 def amax_boxes(table: Int64s) -> Int64s:
-    """Raise the numbers of blocks to the largest magnitudes found in many boxes; returns how many of each are not
-    finite.
+    """Raise the numbers of blocks to the largest magnitudes found in many boxes; returns the number of non-finite
+    elements of each box.
 
     A row of the table is a box: address, stride in bytes, rows, columns, bytes of an element, its first row and column
     in the matrix, rows and columns of a block, blocks in a row of the matrix, and the address of its blocks' numbers.
@@ -124,8 +123,8 @@ def amax_boxes(table: Int64s) -> Int64s:
 
 
 def quantize_boxes(table: Int64s, dst: int, *, is_bounded: bool = False) -> None:
-    """Write many boxes as FP8. Rows are those of `amax_boxes`, with the factors of blocks, and two numbers more: where
-    the codes begin, counted from `dst`, and bytes from row to row of them."""
+    """Write many boxes as FP8. Rows are those of `amax_boxes`, with the factors of blocks, and two more numbers: offset
+    of the codes from `dst`, and bytes from row to row of the codes."""
     if _codec is not None:
         _codec.quantize(table, dst, is_bounded)
         return
@@ -151,16 +150,18 @@ def _numbers(box: Box, grid: Grid, per_block: Floats) -> tuple[int, ...]:
 def _check(box: Box, grid: Grid, per_block: Floats) -> None:
     inside = box.first[0] + box.rows <= grid.rows and box.first[1] + box.columns <= grid.columns and min(box.first) >= 0
     if not inside or box.width not in (2, 4):
-        raise CodecError(f"a box of {box.rows}×{box.columns} at {box.first} in a matrix of {grid.rows}×{grid.columns}")
+        raise CodecError(
+            f"invalid box of {box.rows}×{box.columns} at {box.first} in a matrix of {grid.rows}×{grid.columns}"
+        )
     if per_block.shape != grid.shape or per_block.dtype != np.float32 or not per_block.flags.c_contiguous:
-        raise CodecError(f"expected one FP32 number for each of {grid.shape} blocks, not {per_block.shape}")
+        raise CodecError(f"expected one FP32 number for each of {grid.shape} blocks, got {per_block.shape}")
 
 
 # The same in NumPy
 
 
 def to_e4m3(values: Floats) -> NDArray[np.uint8]:
-    """Numbers inside ±448, or NaN, as e4m3: to nearest, ties to even."""
+    """Numbers within ±448, or NaN, as e4m3: round to nearest, ties to even."""
     bits = np.ascontiguousarray(values).view(np.uint32)
     magnitude = bits & np.uint32(0x7FFFFFFF)
     with np.errstate(invalid="ignore"):

@@ -1,7 +1,7 @@
-"""FP8 on a GPU: Triton kernels that give what the C module gives, bit for bit.
+"""FP8 on a GPU: Triton kernels that give the same results as the C module, bit for bit.
 
 A block that lies in one tile is quantised in one pass: its magnitude is found and its codes are written by the same
-program. Blocks that are cut have their magnitudes found before (`add_amax`), and agreed on with other holders.
+program. Magnitudes of blocks that are cut are found beforehand (`add_amax`), and agreed on with the other holders.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from weft.codec.tile_kernels import destination_of, load_rows, source_of, store_
 
 QUANTIZE_ROWS, QUANTIZE_WARPS = 32, 8
 PART_ROWS = 16
-"""Rows at a time of tiles that are not full: every element has an address of its own, which takes registers."""
+"""Rows at a time in tiles that are not full: every element has its own address, which takes registers."""
 SCALES = 1024
 """Scales a program writes."""
 _ELEMENTS = {2: tl.bfloat16, 4: tl.float32}
@@ -75,7 +75,7 @@ def _quantize_tile(  # type: ignore[no-untyped-def]
 def _largest(  # type: ignore[no-untyped-def]
     tile, src, stride, rows, columns, wild, ROWS: tl.constexpr, IS_FULL: tl.constexpr, IS_WILD: tl.constexpr
 ):
-    """The largest finite magnitude of a tile. Unless IS_WILD, what is not finite is only noticed: registers are few."""
+    """The largest finite magnitude of a tile. Unless IS_WILD, non-finite numbers are only noted, to save registers."""
     most = tl.zeros((ROWS, 128), tl.int32)
     for begin in range(0, rows, ROWS):
         most = tl.maximum(most, _magnitude(load_rows(src, stride, begin, rows, columns, ROWS, IS_FULL)))
@@ -90,7 +90,7 @@ def _largest(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _largest_finite(tile, src, stride, rows, columns, wild, ROWS: tl.constexpr, IS_FULL: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The same for a tile of which some numbers are not finite; they are counted, in all and for their grid."""
+    """The same for a tile with non-finite numbers; they are counted, in total and for their grid."""
     most = tl.zeros((ROWS, 128), tl.int32)
     others = tl.zeros((ROWS, 128), tl.int32)
     for begin in range(0, rows, ROWS):
@@ -106,7 +106,7 @@ def _largest_finite(tile, src, stride, rows, columns, wild, ROWS: tl.constexpr, 
 
 @triton.jit
 def _magnitude(values):  # type: ignore[no-untyped-def]
-    """Bits of magnitudes: as integers they are in the order of the numbers, and NaN is the largest."""
+    """Bits of magnitudes: as integers they order like the numbers, and NaN is the largest."""
     return values.to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
 
@@ -117,7 +117,7 @@ def _scale(largest):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _to_e4m3(values, HAS_CAST: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Numbers as e4m3, infinities as ±448: by the GPU's own cast, or as weft.codec.fp8.to_e4m3 does it."""
+    """Numbers as e4m3, infinities as ±448: with the GPU's own cast, or as weft.codec.fp8.to_e4m3 does it."""
     if HAS_CAST:
         codes = values.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
     else:
@@ -143,7 +143,7 @@ def _amax_kernel(table, amax, wild, ELEMENT: tl.constexpr, ROWS: tl.constexpr): 
 
 @triton.jit
 def _scale_kernel(table, num_scales, image, amax, SCALES: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The scales of some blocks, each at its place in the image."""
+    """Write the scales of some blocks, each at its place in the image."""
     number = tl.program_id(0) * SCALES + tl.arange(0, SCALES)
     inside = number < num_scales
     dst = (image + tl.load(table + 2 * number, mask=inside, other=0)).to(tl.pointer_type(tl.float32))
@@ -162,8 +162,8 @@ def quantize(
 ) -> None:
     """Quantise tiles of elements of `width` bytes into an image; queued on the current stream.
 
-    `amax`: magnitudes of all blocks, given for tiles that are KNOWN and found for the others. `wild[0]` is not 0
-    afterwards if some number is not finite; `add_amax` counts them.
+    `amax`: magnitudes of all blocks, given for tiles that are KNOWN and found for the others. `wild[0]` is nonzero
+    afterwards if any number is not finite; `add_amax` counts them.
     """
     if len(table):
         _quantize_kernel[(len(table),)](
@@ -184,7 +184,7 @@ def quantize(
 def add_amax(table: torch.Tensor, amax: torch.Tensor, wild: torch.Tensor, *, width: int) -> None:
     """Raise the magnitudes of blocks to what tiles hold of them; queued on the current stream.
 
-    `wild`: raised by how many elements are not finite, in all and in each grid.
+    `wild`: raised by the number of non-finite elements, in total and in each grid.
     """
     if len(table):
         _amax_kernel[(len(table),)](
@@ -193,7 +193,7 @@ def add_amax(table: torch.Tensor, amax: torch.Tensor, wild: torch.Tensor, *, wid
 
 
 def write_scales(table: torch.Tensor, image: int, amax: torch.Tensor) -> None:
-    """Write scales into an image; `table` has a row for each: byte of the image, block."""
+    """Write scales into an image; `table` has one row per scale: byte of the image, block."""
     if len(table):
         _scale_kernel[(triton.cdiv(len(table), SCALES),)](table, len(table), image, amax, SCALES=SCALES)
 

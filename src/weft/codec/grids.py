@@ -1,7 +1,7 @@
 """The matrices a trainer quantises, as columns: their blocks, the parts of them it holds, and where these parts lie.
 
-A trainer may hold a hundred thousand of them; what is done with all of them is done to columns. One of them, for those
-who want to look at it, is a `HeldGrid`.
+A trainer may hold a hundred thousand of them, so whatever is done to all of them is done on columns. A `HeldGrid` shows
+a single one.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ class HeldGrid:
     name: str
     grid: Grid
     group: int
-    """Grids of one group are exchanged together; groups are numbered in the order they are needed."""
+    """Grids of one group are exchanged together; groups are numbered in the order in which they are needed."""
     first_key: int
-    """The first of its blocks among those of all quantised matrices, however many trainers hold them."""
+    """Its first block among those of all quantised matrices, whichever trainers hold them."""
     boxes: tuple[Box, ...]
 
 
@@ -55,7 +55,7 @@ class GridBoxes:
 
     @classmethod
     def none(cls) -> GridBoxes:
-        """Of a trainer that quantises nothing."""
+        """The boxes of a trainer that quantises nothing."""
         empty, pairs = np.zeros(0, dtype=np.int64), np.zeros((0, 2), dtype=np.int64)
         return cls(grid=empty, address=empty, stride=empty, width=empty, first=pairs, extent=pairs)
 
@@ -66,7 +66,7 @@ def _none() -> Int64s:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class HeldGrids(Sequence[HeldGrid]):
-    """All of them, sorted by group."""
+    """All grids of a trainer, sorted by group."""
 
     names: Sequence[str] = ()
     size: Int64s = field(default_factory=lambda: np.zeros((0, 2), dtype=np.int64))
@@ -127,7 +127,7 @@ class HeldGrids(Sequence[HeldGrid]):
         return np.unique(self.group).tolist()
 
     def group_ends(self) -> dict[int, int]:
-        """For each group: behind the last byte of the weights it looks at."""
+        """For each group: address just past the last byte of the weights it reads."""
         ends, group = self.boxes.address + self.boxes.extent[:, 0] * self.boxes.stride, self.group[self.boxes.grid]
         return {number: int(ends[group == number].max(initial=0)) for number in self.groups}
 
@@ -154,7 +154,7 @@ class BlockSpread:
         """For each group: the grids these blocks belong to."""
 
     def _cut_blocks(self) -> Int64s:
-        """Blocks of which other holders may have a part too, sorted."""
+        """Blocks that other trainers may also hold a part of, sorted."""
         boxes, grids = self._grids.boxes, self._grids
         side, size = grids.block[boxes.grid], grids.size[boxes.grid]
         end = boxes.first + boxes.extent

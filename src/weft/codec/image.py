@@ -1,7 +1,7 @@
 """The image of a Chunk: what one trainer sends to one engine rank at a time, elements of equal size together.
 
-Both ends compile the same image from the plan (`weft.runtime.compile.link_stream`): a section for each size of
-elements. What travels as patches is the difference between two images.
+Both ends compile the same image from the plan (`weft.runtime.compile.link_stream`): a section for each element size. A
+patch is the difference between two images.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ PATCH_ALIGN = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Section:
-    """The elements of one size."""
+    """All elements of one size."""
 
     width: int
     begin: int
@@ -44,9 +44,9 @@ class ImageLayout:
 
     @property
     def max_patch_bytes(self) -> int:
-        """No patches of all sections are longer, compressed or not."""
+        """The largest size of the patches of all sections, compressed or not."""
         whole = sum(padded(delta.max_bytes(part.num_elements, part.width)) for part in self.sections)
-        most = whole + whole // 128 + 1024 * len(self.sections)  # Zstandard adds a little to what it cannot shrink
+        most = whole + whole // 128 + 1024 * len(self.sections)  # Zstandard adds a little to incompressible data
         return -(-most // PATCH_ALIGN) * PATCH_ALIGN
 
     def encode(self, now: int, old: int | None, out: int, capacity: int, *, base: int, version: int) -> int:
@@ -77,7 +77,7 @@ class ImageLayout:
         return np.concatenate(parts)
 
     def decompress(self, data: Bytes) -> Bytes:
-        """The patches again; raises CodecError for anything else."""
+        """The original patches; raises CodecError for anything else."""
         parts, at = [], 0
         for part in self.sections:
             size = int.from_bytes(data[at : at + 8].tobytes(), "little")
@@ -85,7 +85,7 @@ class ImageLayout:
             parts += [patch, np.zeros(padded(len(patch)) - len(patch), dtype=np.uint8)]
             at += 8 + size
         if at != len(data):
-            raise CodecError(f"{len(data)} bytes of compressed patches, of which {at} are used")
+            raise CodecError(f"compressed patches have {len(data)} bytes, of which only {at} are used")
         return np.concatenate(parts)
 
     def _patches(self, patches: int, num_bytes: int) -> Iterator[tuple[Section, int, int]]:
@@ -94,24 +94,24 @@ class ImageLayout:
         for part in self.sections:
             size = delta.read_header(patches + done, num_bytes - done).num_bytes
             if size > num_bytes - done:
-                raise CodecError(f"a patch of {size} bytes, of which {num_bytes - done} are here")
+                raise CodecError(f"patch has {size} bytes, of which only {num_bytes - done} are present")
             yield part, patches + done, size
             done += padded(size)
         if done != num_bytes:
-            raise CodecError(f"{num_bytes} bytes of patches, of which {done} are used")
+            raise CodecError(f"patches have {num_bytes} bytes, of which only {done} are used")
 
     def check(self, patches: int, num_bytes: int, *, base: int | None, version: int) -> None:
-        """Raise CodecError unless these are sound patches of all sections."""
+        """Raise CodecError unless these are valid patches of all sections."""
         for part, at, size in self._patches(patches, num_bytes):
             delta.check(at, size, width=part.width, num_elements=part.num_elements, base=base, version=version)
 
     def apply(self, patches: int, num_bytes: int, rows: Sequence[ImageRows]) -> None:
-        """Apply checked patches; `rows` say where the bytes of each section are."""
+        """Apply checked patches; `rows` says where the bytes of each section are."""
         for (part, at, size), where in zip(self._patches(patches, num_bytes), rows, strict=True):
             delta.apply(at, size, width=part.width, num_elements=part.num_elements, rows=where)
 
     def contiguous(self, address: int) -> tuple[ImageRows, ...]:
-        """Where the sections are in an image that lies in one piece."""
+        """Where the sections are in a contiguous image."""
         return tuple(ImageRows.contiguous(address + part.begin, part.num_bytes) for part in self.sections)
 
 

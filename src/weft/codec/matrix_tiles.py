@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 Int64s = NDArray[np.int64]
 SIDE = 128
 KNOWN, FULL = 1, 2
-"""Flags: the magnitude is known before; all 128×128 elements are there, and vectors may be read."""
+"""Flags: the magnitude is known beforehand; all 128×128 elements are present, and vectors may be read."""
 _VECTOR_BYTES = 16
 
 
@@ -29,7 +29,7 @@ class MatrixBox(NamedTuple):
     width: int
     """Bytes of an element."""
     to: int
-    """Where its first element goes, in bytes from the beginning of the image; rows follow each other there."""
+    """Where its first element goes, in bytes from the beginning of the image; rows are contiguous there."""
     to_width: int
     """Bytes of an element there."""
     first_row: int
@@ -38,7 +38,7 @@ class MatrixBox(NamedTuple):
     columns: int
     grid: int
     first_block: int
-    """Of its grid, among the blocks of all grids."""
+    """First block of its grid, among the blocks of all grids."""
     grid_rows: int
     grid_columns: int
     block_rows: int
@@ -59,7 +59,7 @@ class MatrixTiles:
     block: Int64s
     grid: Int64s
     is_whole: NDArray[np.bool_]
-    """Whether the tile is all of its block."""
+    """Whether the tile covers its whole block."""
     is_full: NDArray[np.bool_]
     """Whether it has 128×128 elements, aligned in both memories."""
 
@@ -110,7 +110,7 @@ class MatrixTiles:
         return np.stack(columns, axis=1)
 
     def take(self, which: NDArray[np.bool_]) -> MatrixTiles:
-        """Some of them."""
+        """A selection of the tiles."""
         return MatrixTiles(**{name: getattr(self, name)[which] for name in self.__slots__})
 
 

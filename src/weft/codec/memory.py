@@ -1,4 +1,4 @@
-"""Memory by its address, as arrays."""
+"""Memory at an address, as arrays."""
 
 from __future__ import annotations
 
@@ -22,6 +22,6 @@ def matrix_view(address: int, stride: int, rows: int, columns: int, dtype: str) 
 
 
 def memory_view(address: int, num_bytes: int) -> Bytes:
-    """Memory of this process as an array; whoever asks keeps it alive."""
+    """Memory of this process as an array; the caller keeps it alive."""
     buffer: Any = (ctypes.c_uint8 * num_bytes).from_address(address) if num_bytes else bytearray()
     return np.frombuffer(buffer, dtype=np.uint8)

@@ -1,7 +1,7 @@
-"""Patches on a GPU: Triton kernels that give what the C module gives, bit for bit (record order aside).
+"""Patches on a GPU: Triton kernels that give the same results as the C module, bit for bit (record order aside).
 
 Sizes of patches stay on the device: a kernel finds in `state` where its patch begins, because the patches of an image's
-sections follow each other. The host waits once, for the last of them.
+sections are contiguous. The host waits once, for the last of them.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def _encode_kernel(  # type: ignore[no-untyped-def]
     DENSE: tl.constexpr,
     HEADER: tl.constexpr,
 ):
-    """One block: a bit for every element that differs, then the record, at a place of its own in the patch."""
+    """One block: a bit for every element that differs, then the record, at its own place in the patch."""
     block = tl.program_id(0).to(tl.int64)
     patch = out + tl.load(state)
     table = (patch + HEADER).to(tl.pointer_type(tl.int64))
@@ -70,7 +70,7 @@ def _encode_kernel(  # type: ignore[no-untyped-def]
 
     record = patch + offset
     if size > 0:
-        tl.store(record + size - 4 + tl.arange(0, 4), tl.zeros((4,), tl.uint8))  # what pads it
+        tl.store(record + size - 4 + tl.arange(0, 4), tl.zeros((4,), tl.uint8))  # padding
     tl.debug_barrier()
     if dense:
         _write_dense(now, elements, record, WORDS, TILE)
@@ -81,7 +81,7 @@ def _encode_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _popcount(bits):  # type: ignore[no-untyped-def]
-    """Bits set in 32-bit words; by arithmetic, because Triton's interpreter has no instruction for it."""
+    """Bits set in 32-bit words; with arithmetic, because Triton's interpreter has no instruction for it."""
     bits = bits - ((bits >> 1) & 0x55555555)
     bits = (bits & 0x33333333) + ((bits >> 2) & 0x33333333)
     return (((bits + (bits >> 4)) & 0x0F0F0F0F) * 0x01010101) >> 24
@@ -137,7 +137,7 @@ def _count_wide(now, old, bits, count, WORDS: tl.constexpr):  # type: ignore[no-
 
 @triton.jit
 def _write_dense(now, elements, record, WORDS: tl.constexpr, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The elements of a block as they are."""
+    """The elements of a block, verbatim."""
     raw = record.to(tl.pointer_type(now.dtype.element_ty))
     lane = tl.arange(0, TILE * 32)
     for begin in range(0, elements, TILE * 32):
@@ -178,7 +178,7 @@ def _write_changes(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _finish_kernel(out, state, first_record, width_and_magic, num_elements, base, version):  # type: ignore[no-untyped-def]
-    """The header of a patch whose records are written; the next one begins behind it, at a multiple of eight bytes."""
+    """The header of a patch whose records are written; the next one begins after it, at a multiple of eight bytes."""
     begin = tl.load(state)
     size = first_record + tl.load(state + 1)
     header = (out + begin).to(tl.pointer_type(tl.int64))
@@ -195,7 +195,7 @@ def _finish_kernel(out, state, first_record, width_and_magic, num_elements, base
 def _open_kernel(  # type: ignore[no-untyped-def]
     data, num_bytes, sections, found, NUM_SECTIONS: tl.constexpr, HEADER: tl.constexpr
 ):
-    """Where the patch of each section begins, −1 where it is none, and its header; then where the last one ends."""
+    """Where the patch of each section begins, −1 if there is none, and its header; then where the last one ends."""
     at = tl.zeros((), tl.int64)
     for number in range(0, NUM_SECTIONS):
         entry = found + number * 6
@@ -225,7 +225,7 @@ def _open_kernel(  # type: ignore[no-untyped-def]
 def _check_kernel(  # type: ignore[no-untyped-def]
     data, opened, num_elements, flags, WIDTH: tl.constexpr, GROUPS: tl.constexpr, HEADER: tl.constexpr
 ):
-    """Whether the record of a block lies inside its patch and its counts add up, and whether the block is dense."""
+    """Whether a block's record lies inside its patch and its counts add up, and whether the block is dense."""
     begin = tl.load(opened)
     if begin >= 0:
         block = tl.program_id(0).to(tl.int64)
@@ -267,7 +267,7 @@ def _apply_kernel(  # type: ignore[no-untyped-def]
     ELEMENT: tl.constexpr,
     HEADER: tl.constexpr,
 ):
-    """One block of a checked patch; whatever it says, only elements of the block are written."""
+    """One block of a checked patch; whatever the patch says, only elements of the block are written."""
     block = tl.program_id(0).to(tl.int64)
     begin_of_patch = tl.load(opened)
     patch = data + begin_of_patch
@@ -454,8 +454,8 @@ def section_words(width: int, num_elements: int) -> list[int]:
 def check(data: torch.Tensor, opened: torch.Tensor, flags: torch.Tensor, *, width: int, num_elements: int) -> None:
     """Queue checking one of the patches.
 
-    Sets `flags[0]` if applying it could read outside of it, `flags[1]` if it has a block that is not dense. Places are
-    kept inside blocks in any case.
+    Sets `flags[0]` if applying it could read outside the patch, `flags[1]` if it has a block that is not dense. Places
+    are kept inside blocks in any case.
     """
     num_blocks = -(-num_elements // BLOCK)
     if num_blocks:
@@ -465,7 +465,7 @@ def check(data: torch.Tensor, opened: torch.Tensor, flags: torch.Tensor, *, widt
 
 
 def apply(data: torch.Tensor, opened: torch.Tensor, *, width: int, num_elements: int, rows: DeviceRows) -> None:
-    """Queue applying one of the patches, which was checked, to rows of device memory."""
+    """Queue applying one of the patches, which has been checked, to rows of device memory."""
     num_blocks = -(-num_elements // BLOCK)
     if num_blocks:
         _apply_kernel[(num_blocks,)](

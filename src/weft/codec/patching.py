@@ -1,4 +1,4 @@
-"""Making, checking and applying patches of an image, where the image lies: CPU memory, or that of a GPU."""
+"""Making, checking and applying patches of an image where it lies: in CPU or GPU memory."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from weft.devices import CPU
 
 
 class Patcher(Protocol):
-    """Patches on one device. Addresses are of its memory."""
+    """Patches on one device. Addresses are in its memory."""
 
     def encode(
         self, layout: ImageLayout, now: int, old: int | None, out: int, capacity: int, *, base: int, version: int
@@ -19,7 +19,7 @@ class Patcher(Protocol):
         """The patches from an old image, or an anchor, to a new one; returns their bytes."""
 
     def check(self, layout: ImageLayout, patches: int, num_bytes: int, *, base: int | None, version: int) -> None:
-        """Raise CodecError unless these are sound patches of version `base`."""
+        """Raise CodecError unless these are valid patches of version `base`."""
 
     def apply(self, layout: ImageLayout, patches: int, num_bytes: int, rows: Sequence[ImageRows]) -> None:
         """Apply checked patches to the rows of each section."""
@@ -44,7 +44,7 @@ class CpuPatcher:
 
 
 def patcher_for(device: str) -> Patcher:
-    """Who makes patches of a device's memory."""
+    """The patcher of a device's memory."""
     if device == CPU:
         return CpuPatcher()
     from weft.codec.patching_gpu import GpuPatcher  # noqa: PLC0415 - torch and Triton only where there is a GPU

@@ -1,4 +1,4 @@
-"""Patches of images in GPU memory: the same bytes as weft.codec.image makes.
+"""Patches of images in GPU memory: the same bytes as weft.codec.image produces.
 
 A chunk's image has a section for each size of elements, at most three. Every call queues a launch for each of them and
 waits for the device once, at its end.
@@ -48,7 +48,7 @@ class GpuPatcher:
             return int(state[0].item())  # waits for the stream
 
     def _anchors(self, layout: ImageLayout, now: int, room: torch.Tensor, version: int) -> int:
-        """All blocks whole: headers, tables, and the bytes as they are."""
+        """All blocks dense: headers, tables, and the bytes verbatim."""
         done = 0
         with self._work.stream():
             for part in layout.sections:
@@ -69,7 +69,7 @@ class GpuPatcher:
         return self._dense[part]
 
     def check(self, layout: ImageLayout, patches: int, num_bytes: int, *, base: int | None, version: int) -> None:
-        """Raise CodecError unless these are sound patches of all sections."""
+        """Raise CodecError unless these are valid patches of all sections."""
         data = self._work.view(patches, num_bytes)
         count = len(layout.sections)
         with self._work.queue():
@@ -90,9 +90,9 @@ class GpuPatcher:
         ):
             header.check_versions(base=base, version=version)
             if is_bad:
-                raise CodecError("a damaged patch: a record lies outside of it, or its counts do not add up")
+                raise CodecError("patch is damaged: a record lies outside it, or its counts do not add up")
             if header.base == NO_BASE and is_sparse:
-                raise CodecError("a damaged patch: it needs a base and names none")
+                raise CodecError("patch is damaged: it needs a base but names none")
 
     def apply(self, layout: ImageLayout, patches: int, num_bytes: int, rows: Sequence[ImageRows]) -> None:
         """Apply checked patches to rows of device memory."""
@@ -125,17 +125,17 @@ class GpuPatcher:
 
 
 def _headers(found: np.ndarray, count: int) -> list[delta.PatchHeader]:
-    """Headers of patches whose places were checked."""
+    """Headers of patches whose positions were checked."""
     words = [np.ascontiguousarray(row[1:]) for row in found[: 6 * count].reshape(-1, 6)]
     return [delta.read_header(int(row.ctypes.data), HEADER_BYTES) for row in words]
 
 
 def _check_places(layout: ImageLayout, opened: np.ndarray, num_bytes: int) -> None:
-    """Raise CodecError unless there is a patch of every section, and nothing behind them."""
+    """Raise CodecError unless there is a patch of every section, and nothing after them."""
     for part, begin in zip(layout.sections, opened[:-1:6].tolist(), strict=True):
         if begin < 0:
             raise CodecError(
-                f"{num_bytes} bytes have no sound patch of {part.num_elements} elements of {part.width} bytes"
+                f"no valid patch of {part.num_elements} elements of {part.width} bytes in {num_bytes} bytes"
             )
     if int(opened[-1]) != num_bytes:
-        raise CodecError(f"{num_bytes} bytes of patches, of which {int(opened[-1])} are used")
+        raise CodecError(f"patches have {num_bytes} bytes, of which only {int(opened[-1])} are used")

@@ -1,4 +1,4 @@
-"""Tiles of matrices, as Triton kernels read and write them; see `matrix_tiles` for their table."""
+"""How Triton kernels read and write tiles of matrices; see `matrix_tiles` for their table."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def destination_of(tile, image, ELEMENT: tl.constexpr):  # type: ignore[no-untyp
 
 @triton.jit
 def load_rows(src, stride, begin, rows, columns, ROWS: tl.constexpr, IS_FULL: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Some rows of a tile as FP32; zeros outside of it."""
+    """Some rows of a tile as FP32; zeros outside it."""
     row = begin + tl.arange(0, ROWS)[:, None]
     column = tl.arange(0, 128)[None, :]
     there = src + row * stride + column
@@ -37,7 +37,7 @@ def load_rows(src, stride, begin, rows, columns, ROWS: tl.constexpr, IS_FULL: tl
 
 @triton.jit
 def store_rows(dst, stride, values, begin, rows, columns, ROWS: tl.constexpr, IS_FULL: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Some rows of a tile, as they are in the image."""
+    """Store some rows of a tile in the form they have in the image."""
     row = begin + tl.arange(0, ROWS)[:, None]
     column = tl.arange(0, 128)[None, :]
     there = dst + row * stride + column

@@ -1,6 +1,6 @@
 """Pure planning: no processes, no sockets, no torch.
 
-case, planner, plan_fit      from what a person types, or members report, to a proven plan
+case, planner, plan_fit      from what a user types, or members report, to a proven plan
 assign, shares               who sends, when several ranks hold the same bytes
 layout, recipe, topology     who holds what, how engine tensors are made of it, what the bytes travel over
 version                      the life of a version, as a state machine

@@ -35,7 +35,7 @@ class Policy(enum.StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class Demand:
-    """What has to be sent: rows with their bytes, holders and receivers."""
+    """What must be sent: rows with their bytes, holders and receivers."""
 
     row_bytes: NDArray[np.int64]
     holder_group: NDArray[np.int32]
@@ -54,7 +54,7 @@ class Demand:
 
     @property
     def is_forced(self) -> NDArray[np.bool_]:
-        """Rows with one holder only."""
+        """Rows with a single holder."""
         return self.holders.sizes[self.holder_group] == 1
 
 
@@ -185,7 +185,7 @@ class _Class:
     """Of one route."""
 
     def give(self, sender: NDArray[np.int32], holders: NDArray[np.int32], counts: NDArray[np.int64]) -> None:
-        """Let every holder send as many of the routes as counted."""
+        """Give every holder its counted number of routes."""
         sender[self.routes] = holders[_interleave(counts)]
 
 

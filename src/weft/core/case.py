@@ -1,4 +1,4 @@
-"""A transfer described in texts, as a person types it, and the plan for it.
+"""A transfer described in texts, as a user types it, and the plan for it.
 
 plan = plan_case(Case(model="qwen3-0.6b", trainer="fsdp4", engine="tp2"))
 """
@@ -38,10 +38,10 @@ class Case:
     dtype: str = "bf16"
     """Engine precision: bf16, fp16, fp32 or fp8-block128."""
     trainer_dtype: str = ""
-    """Trainer precision; empty: as the model's config says."""
+    """Trainer precision; empty: that of the model's config."""
     topology: str = "h100-ib400"
     placement: str = ""
-    """Where engines go relative to trainers; empty: as the topology says."""
+    """Where engines go relative to trainers; empty: the topology's placement."""
     policy: str = "balanced"
     gather: str = "none"
     """`mesh` or `world` to plan like systems that gather first; `rank0` always gathers the world."""
@@ -133,7 +133,7 @@ def _gathering(case: Case) -> Gather:
 
 
 def _check_sizes(case: Case, cluster: Cluster) -> None:
-    """Refuse what is too large to plan before building any of it."""
+    """Refuse a case that is too large to plan, before building any of it."""
     if is_layout_file(case.trainer) or is_layout_file(case.engine):
         return
     num_engines = parse_engine(case.engine).num_ranks * case.num_replicas
@@ -145,7 +145,7 @@ def _trainer(case: Case, model: Model, gather: Gather) -> Layout:
         return trainer_layout(model, case.trainer, gather=gather)
     if gather is not Gather.NONE:
         raise ConfigError(
-            f"cannot gather the shards of `{case.trainer}`", hint="use a layout text with `rank0` and `--gather`"
+            f"the shards of `{case.trainer}` cannot be gathered", hint="use a layout text with `rank0` and `--gather`"
         )
     return read_trainer_file(Path(case.trainer), model)
 

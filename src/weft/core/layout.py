@@ -40,7 +40,11 @@ SIDES = ("trainer", "engine")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tensor:
-    """A named array: `Tensor(name="model.norm.weight", dtype="bf16", shape=(4096,))`."""
+    """A named array.
+
+    >>> Tensor(name="model.norm.weight", dtype="bf16", shape=(4096,)).num_bytes
+    8192
+    """
 
     name: str
     dtype: str
@@ -57,6 +61,8 @@ class Shard:
     """The box of a tensor that one rank holds, and the strides (in elements) of its memory.
 
     `strides=None` means row-major and contiguous, which is what FSDP and tensor parallelism give.
+
+    >>> second_half = Shard(tensor="w", rank=1, lo=(4, 0), extent=(4, 4))    # rows 4 to 7 of w, on rank 1
     """
 
     tensor: str
@@ -150,7 +156,13 @@ class GroupBuilder:
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """All shards of one side, as columns; row i is one box of one tensor, held by every rank of its group."""
+    """All shards of one side, as columns; row i is one box of one tensor, held by every rank of its group.
+
+    >>> halves = [Shard(tensor="w", rank=rank, lo=(4 * rank, 0), extent=(4, 4)) for rank in (0, 1)]
+    >>> layout = Layout.from_shards([Tensor(name="w", dtype="bf16", shape=(8, 4))], halves)
+    >>> layout.num_ranks, layout.rank_bytes().tolist()
+    (2, [32, 32])
+    """
 
     side: str
     """`trainer` or `engine`."""
@@ -182,7 +194,7 @@ class Layout:
 
     @cached_property
     def numbers(self) -> dict[str, int]:
-        """Numbers of tensors by name; the last one, where several ranks have tensors of one name."""
+        """Numbers of tensors by name; where several ranks have tensors of one name, the last one."""
         return {tensor.name: number for number, tensor in enumerate(self.tensors)}
 
     @cached_property
@@ -249,7 +261,7 @@ class Layout:
     ) -> Layout:
         """Build and check a layout from explicit shards; identical boxes on several ranks become replicas.
 
-        Without `check` it is the caller who looks whether they tile their tensors.
+        Without `check` the caller must check that they tile their tensors.
         """
         check_tensors(tensors)
         _check_shards(tensors, shards)
@@ -410,7 +422,7 @@ def check_tensors(tensors: Sequence[Tensor]) -> None:
         if not possible or prod(size + 1 for size in tensor.shape) > MAX_ELEMENTS:
             problems.append(f"{tensor.name}: impossible shape {list(tensor.shape)}")
     if problems:
-        raise LayoutError("the tensor list is not usable", problems=tuple(problems))
+        raise LayoutError("the tensor list is invalid", problems=tuple(problems))
 
 
 def is_coordinates(value: object) -> bool:
@@ -432,7 +444,7 @@ def _check_shards(tensors: Sequence[Tensor], shards: Sequence[Shard]) -> None:
         elif problem := shard_problem(shard, shapes):
             problems.append(f"{shard.tensor} on rank {shard.rank}: {problem}")
     if problems:
-        raise LayoutError("the shard list is not usable", problems=tuple(problems))
+        raise LayoutError("the shard list is invalid", problems=tuple(problems))
 
 
 def shard_problem(shard: Shard, shapes: dict[str, tuple[int, ...]]) -> str:

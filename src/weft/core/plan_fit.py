@@ -1,4 +1,4 @@
-"""A saved plan, for members that are there: the same routes between what they hold, or every difference by name.
+"""A saved plan, fitted to the members that joined: its routes between what they hold, or every difference by name.
 
 A plan names engine tensors as engines do (`qkv_proj`), members report boxes of checkpoint tensors (`q_proj`, rows 0 to
 512). Both are compared as what is read from where: which trainer rank holds which box, and which box of which source,
@@ -33,7 +33,7 @@ def fit_plan(saved: Plan, *, trainer: Layout, recipe: Recipe, problems: tuple[st
     """The saved plan's routes between these layouts; raises a LayoutError with every difference.
 
     `trainer` need not be checked: shards that do not tile their tensors differ from the plan's. `problems` are
-    differences that are known already.
+    differences that are already known.
     """
     names = {tensor.name for tensor in trainer.tensors}
     ignored = tuple(name for name in saved.ignored if name in names)
@@ -49,7 +49,7 @@ def fit_plan(saved: Plan, *, trainer: Layout, recipe: Recipe, problems: tuple[st
         trainer=trainer,
         recipe=recipe,
         topology=saved.topology,
-        policy=Policy.RANK0,  # whoever it chooses is replaced
+        policy=Policy.RANK0,  # its choice is replaced below
         settings=saved.settings,
         model=saved.model,
         gathered=saved.gathered,
@@ -71,23 +71,23 @@ def _differences(saved: Plan, trainer: Layout, recipe: Recipe) -> Iterator[str]:
     planned, held = _pieces(saved.recipe, recipe), _pieces(recipe, saved.recipe)
     for row, rank, more in _only_in(planned, held):
         where = f"engine rank {rank}, which has no place for it{more}"
-        yield f"{planned.name(row)}: the plan brings {planned.box(row)} to {where}"
+        yield f"{planned.name(row)}: the plan sends {planned.box(row)} to {where}"
     for row, rank, more in _only_in(held, planned):
-        yield f"{held.name(row)}: engine rank {rank} takes {held.box(row)}, which the plan does not bring{more}"
+        yield f"{held.name(row)}: engine rank {rank} takes {held.box(row)}, which the plan does not send{more}"
     yield from _scaling_problems(saved.recipe, recipe)
 
 
 def _number_problems(saved: Plan, trainer: Layout, recipe: Recipe) -> Iterator[str]:
     if trainer.num_ranks != saved.trainer.num_ranks:
-        yield f"trainers: {trainer.num_ranks} are there, the plan has {saved.trainer.num_ranks}"
+        yield f"trainers: {trainer.num_ranks} joined, the plan has {saved.trainer.num_ranks}"
     if recipe.engine.num_ranks != saved.recipe.engine.num_ranks:
-        yield f"engine ranks: {recipe.engine.num_ranks} are there, the plan has {saved.recipe.engine.num_ranks}"
+        yield f"engine ranks: {recipe.engine.num_ranks} joined, the plan has {saved.recipe.engine.num_ranks}"
     if recipe.num_replicas != saved.recipe.num_replicas:
-        yield f"engines: {recipe.num_replicas} are there, the plan has {saved.recipe.num_replicas}"
+        yield f"engines: {recipe.num_replicas} joined, the plan has {saved.recipe.num_replicas}"
 
 
 def _tensor_problems(saved: Plan, trainer: Layout) -> Iterator[str]:
-    """Trainer tensors that only one of them has, or that have another shape or precision."""
+    """Trainer tensors that only one side has, or that differ in shape or precision."""
     planned = {t.name: t for t in saved.trainer.tensors if not t.name.endswith(SCALE_SUFFIX)}
     held = {tensor.name: tensor for tensor in trainer.tensors}
     for name, tensor in planned.items():
@@ -169,7 +169,7 @@ def _shards(layout: Layout, other: Layout) -> _Rows:
 
 
 def _pieces(recipe: Recipe, other: Recipe) -> _Rows:
-    """What every engine rank takes: boxes of sources, in a precision. What they are fused into is not compared."""
+    """What every engine rank takes: boxes of sources, in a precision. The tensors they are fused into do not matter."""
     rows = np.flatnonzero(recipe.op != Op.PAD)
     dst, src = recipe.dst[rows], recipe.src[rows]
     lo, extent, is_scale = recipe.src_lo[rows], recipe.src_extent[rows], recipe.op[rows] == Op.SCALE
@@ -204,7 +204,7 @@ def _box_text(lo: Ints, extent: Ints, num_dims: int) -> str:
 
 
 def _senders(saved: Plan, fitted: Plan) -> NDArray[np.int32]:
-    """Who sends each route of `fitted`: whoever sends the same box to the same rank in the saved plan."""
+    """The sender of each route of `fitted`: the one that sends the same box to the same rank in the saved plan."""
     num_dims = max(saved.trainer.num_dims, fitted.trainer.num_dims)
     old, new = _route_keys(saved, num_dims), _route_keys(fitted, num_dims)
     old_order, new_order = np.argsort(old, kind="stable"), np.argsort(new, kind="stable")

@@ -32,7 +32,7 @@ MAX_ROUTES = 200_000_000
 ROWS_PER_SENDER = 32
 """Policy `balanced` cuts rows that are larger than this part of what a sender sends on average."""
 SMALL_WRITE = 256 << 10
-"""Rows are not cut among senders below four of these, where settings do not say what a small write is."""
+"""Rows are not cut among senders below four of these, where settings do not define a small write."""
 CANDIDATES_PER_BLOCK = 2_000_000
 """Piece-shard pairs intersected at once: bounds the memory of planning."""
 
@@ -52,6 +52,18 @@ def make_plan(
     """The routing plan; raises if the two sides do not fit, never returns an unproven plan.
 
     `ignore` are names or patterns (`visual.*`) of trainer tensors that no engine uses; they are not part of the plan.
+
+    >>> import weft
+    >>> w = weft.Tensor(name="w", dtype="bf16", shape=(8, 4))
+    >>> halves = [weft.Shard(tensor="w", rank=rank, lo=(4 * rank, 0), extent=(4, 4)) for rank in (0, 1)]
+    >>> whole = weft.Piece(dst="w", source="w", dst_lo=(0, 0), extent=(8, 4), src_lo=(0, 0))
+    >>> plan = weft.make_plan(
+    ...     trainer=weft.Layout.from_shards([w], halves),
+    ...     recipe=weft.Recipe.from_pieces({0: [w]}, {0: [whole]}),
+    ...     topology=weft.load_topology("h100-ib400").place(num_trainers=2, num_engines=1),
+    ... )
+    >>> plan.num_routes
+    2
     """
     _check_types(trainer=trainer, recipe=recipe, topology=topology, settings=settings or Settings())
     chosen, settings = parse_policy(policy), settings or Settings()
@@ -113,7 +125,7 @@ def _checked_sources(trainer: Layout, recipe: Recipe, topology: Topology, ignore
 
 
 def _demand(recipe: Recipe, sources: Layout, topology: Topology, piece: Ints, shard: Ints, extent: Ints) -> Demand:
-    """What has to be sent, for the policies."""
+    """What must be sent, for the policies."""
     engine, dst = recipe.engine, recipe.dst[piece]
     _check_number(int(engine.groups.sizes[engine.group_of[dst]].sum()), "routes")
     return Demand(
@@ -153,8 +165,8 @@ def with_scales(trainer: Layout, recipe: Recipe) -> Layout:
         return trainer
     taken = sorted(name for name in wanted if scale_name(name) in trainer.numbers)
     if taken:
-        problems = tuple(f"{scale_name(name)}: weft's own name of the scales of {name}" for name in taken)
-        raise LayoutError("trainer tensors have names of weft's own", problems=problems, hint="give them other names")
+        problems = tuple(f"{scale_name(name)}: reserved for the scales of {name}" for name in taken)
+        raise LayoutError("trainer tensors have reserved names", problems=problems, hint="give them other names")
     scaled = np.flatnonzero(np.fromiter((tensor.name in wanted for tensor in trainer.tensors), dtype=bool))
     number = np.full(len(trainer.tensors), -1, dtype=np.int32)
     number[scaled] = len(trainer.tensors) + np.arange(len(scaled))
@@ -205,7 +217,7 @@ def _intersect(recipe: Recipe, sources: Layout, piece: Ints, shard: Ints) -> tup
 
 
 def _most_row_bytes(recipe: Recipe, topology: Topology, settings: Settings, piece: Ints, extent: Ints) -> float:
-    """Rows that may be shared by several senders should be small beside what a sender sends."""
+    """Limit for rows that several senders may share: small compared with what one sender sends."""
     engine, dst = recipe.engine, recipe.dst[piece]
     num_copies = engine.groups.sizes[engine.group_of[dst]]
     total = float((boxes.volume(extent) * engine.itemsize[dst] * num_copies).sum())

@@ -65,6 +65,8 @@ class Piece:
     `axes[d]` is the source dimension that destination dimension d walks along, or -1 for a destination dimension
     of extent 1 that the source does not have (stacked experts). `None` means the same order on both sides.
     For `Op.PAD` the source is empty.
+
+    >>> keys = Piece(dst="qkv", source="k", dst_lo=(8, 0), extent=(4, 4), src_lo=(0, 0))   # k is rows 8 to 11 of qkv
     """
 
     dst: str
@@ -92,7 +94,14 @@ class Piece:
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """All pieces of all engine ranks, as columns over `engine`'s rows and `sources`' names."""
+    """All pieces of all engine ranks, as columns over `engine`'s rows and `sources`' names.
+
+    >>> q = Piece(dst="qkv", source="q", dst_lo=(0, 0), extent=(8, 4), src_lo=(0, 0))
+    >>> kv = Piece(dst="qkv", source="kv", dst_lo=(8, 0), extent=(4, 4), src_lo=(0, 0))
+    >>> recipe = Recipe.from_pieces({0: [Tensor(name="qkv", dtype="bf16", shape=(12, 4))]}, {0: [q, kv]})
+    >>> recipe.sources
+    ('q', 'kv')
+    """
 
     engine: Layout
     sources: tuple[str, ...]
@@ -110,7 +119,7 @@ class Recipe:
     scaling: Mapping[str, Scaling] = field(default_factory=dict)
     """Which elements of a source share a scale, where that is not a 128×128 block."""
     src_dims: NDArray[np.int8] | None = None
-    """Coordinates each piece gives of its source; none for the recipe of a plan that was loaded."""
+    """Coordinates each piece gives of its source; None for a recipe loaded from a plan file."""
 
     @cached_property
     def src_extent(self) -> Ints:
@@ -130,7 +139,7 @@ class Recipe:
         return block_sides_of(layout.shapes, layout.tensor_dims, self.scaling_numbers(layout))
 
     def with_scaling(self, scaling: Mapping[str, Scaling]) -> Recipe:
-        """The same, where elements of some sources share scales in another way than 128×128 blocks."""
+        """The same recipe, where elements of some sources share scales in other ways than 128×128 blocks."""
         return replace(self, scaling=_checked_scaling(self, scaling))
 
     def check_cover(self) -> None:
@@ -160,7 +169,7 @@ class Recipe:
             raise LayoutError(
                 f"a piece of `{name}` has the axis order {self.axes[piece].tolist()} for extents "
                 f"{self.extent[piece].tolist()}",
-                hint="each source dimension may be used once, and longer extents need one",
+                hint="each source dimension may be used once, and extents above 1 need one",
             )
 
     def check_scales(self) -> None:
@@ -220,7 +229,7 @@ class Recipe:
 
 
 def ignored_tensors(trainer: Layout, ignore: Sequence[str]) -> tuple[str, ...]:
-    """The trainer tensors some names or patterns (`visual.*`) mean, in layout order."""
+    """The trainer tensors that match some names or patterns (`visual.*`), in layout order."""
     if isinstance(ignore, str) or not all(isinstance(name, str) for name in ignore):
         raise ConfigError(f"`ignore` is {ignore!r}", hint="give a list of names or patterns: [`visual.*`]")
     names = [tensor.name for tensor in trainer.tensors]
@@ -231,7 +240,7 @@ def ignored_tensors(trainer: Layout, ignore: Sequence[str]) -> tuple[str, ...]:
         raise LayoutError(
             f"{len(unknown)} of the tensors to ignore do not exist",
             problems=tuple(f"ignore: `{wanted}` matches no trainer tensor" for wanted in unknown),
-            hint=f"did you mean {', '.join(close)}?" if close else "a name, or a pattern such as `visual.*`",
+            hint=f"did you mean {', '.join(close)}?" if close else "give a name, or a pattern such as `visual.*`",
         )
     left_out = set().union(*matched.values()) if matched else set()
     return tuple(name for name in names if name in left_out)
@@ -248,10 +257,12 @@ def _check_ranks(
     if not any(len(local) for local in tensors.values()):
         problems.append("no engine rank has a tensor")
     if problems:
-        raise LayoutError("the engine ranks are not usable", problems=tuple(dict.fromkeys(problems)))
+        raise LayoutError("the engine ranks are invalid", problems=tuple(dict.fromkeys(problems)))
     num_ranks = 1 + max(tensors)
     if type(num_replicas) is not int or num_replicas < 1 or num_ranks * num_replicas > MAX_RANKS:
-        raise LayoutError(f"{num_replicas!r} replicas of {num_ranks} ranks", hint=f"1 to {MAX_RANKS} ranks in all")
+        raise LayoutError(
+            f"{num_replicas!r} replicas of {num_ranks} ranks", hint=f"expected 1 to {MAX_RANKS} ranks in all"
+        )
 
 
 def _check_pieces(rank: int, local: Sequence[Tensor], pieces: Sequence[Piece]) -> None:
@@ -263,7 +274,7 @@ def _check_pieces(rank: int, local: Sequence[Tensor], pieces: Sequence[Piece]) -
         elif problem := _piece_problem(piece, shapes):
             problems.append(f"{piece.dst} on engine rank {rank}: {problem}")
     if problems:
-        raise LayoutError("the piece list is not usable", problems=tuple(problems))
+        raise LayoutError("the piece list is invalid", problems=tuple(problems))
 
 
 def _piece_problem(piece: Piece, shapes: Mapping[str, tuple[int, ...]]) -> str:
@@ -290,7 +301,7 @@ def _reading_problem(piece: Piece, axes: tuple[int, ...]) -> str:
     """What is wrong with the source of a piece."""
     is_padding = piece.op is Op.PAD
     if not isinstance(piece.source, str) or (piece.source == "") != is_padding:
-        return f"source is {piece.source!r}, but only padding has none" if is_padding else "a piece without a source"
+        return f"source is {piece.source!r}, but padding has none" if is_padding else "a piece without a source"
     if is_padding:
         return ""
     if piece.src_lo and min(piece.src_lo) < 0:
@@ -299,7 +310,7 @@ def _reading_problem(piece: Piece, axes: tuple[int, ...]) -> str:
     if (walked and not 0 <= min(walked) <= max(walked) < len(piece.src_lo)) or len(set(walked)) < len(walked):
         return (
             f"axis order {list(axes)} for extents {list(piece.extent)} and {len(piece.src_lo)} coordinates of "
-            f"{piece.source}: each source dimension may be used once, and longer extents need one"
+            f"{piece.source}: each source dimension may be used once, and extents above 1 need one"
         )
     return ""
 
@@ -451,7 +462,7 @@ def to_source_dims(extent: Ints, axes: Ints) -> Ints:
 
 
 def to_destination_dims(values: Ints, axes: Ints, fill: int) -> Ints:
-    """Values given in source dimension order, in destination dimension order (`fill` where there is none)."""
+    """Values given in source dimension order, in destination dimension order (`fill` where a dimension has none)."""
     taken = np.take_along_axis(values, np.maximum(axes, 0), axis=1)
     return np.where(axes >= 0, taken, fill)
 
@@ -462,7 +473,7 @@ def _source_problems(recipe: Recipe, trainer: Layout, ignore: frozenset[str]) ->
         if name not in number:
             yield f"missing: {name} (the engine needs it, no trainer rank has it)"
         elif name in ignore:
-            yield f"ignored: {name} (it is to be left out, but the engine needs it)"
+            yield f"ignored: {name} (listed in `ignore`, but the engine needs it)"
     used = frozenset(recipe.sources) | ignore
     for name in number:
         if name not in used:
@@ -520,7 +531,7 @@ def _scale_problems(recipe: Recipe) -> Iterator[str]:
         for source, ranks in ((int(key % num_sources), groups.of(int(key // num_sources))) for key in alone):
             missing = [rank for rank in ranks.tolist() if (source, rank) not in held]
             if missing:
-                yield f"{recipe.sources[source]}: engine rank {missing[0]} takes it in FP8, but no scales of it"
+                yield f"{recipe.sources[source]}: engine rank {missing[0]} takes it in FP8, but not its scales"
     for source in np.setdiff1d(scaled % max(num_sources, 1), quantized % max(num_sources, 1)):
         yield f"{recipe.sources[source]}: its scales are taken, but nothing of it in FP8"
 

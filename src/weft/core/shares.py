@@ -1,10 +1,10 @@
-"""Which part of the same bytes every holder should send, where ways share resources: the best shares, cut anywhere.
+"""How much of the same bytes each holder should send, where ways share resources: the best shares, cut anywhere.
 
 A *demand* is all that one engine rank wants of what one group of trainer ranks holds; each holder is a *way* for it.
 A way uses up to five resources: a port or link out, a port or link in, the uplinks of both hosts, cross-rail capacity.
-Shares that make the busiest resource least busy are the solution of a linear program. Here it is approached by prices:
-busy resources are dear, every demand moves from dear ways to cheap ones, and prices grow steeper as the shares settle.
-Any prices also give a lower bound (every demand on its cheapest way), so it is known when to stop.
+The shares that minimise the load of the busiest resource solve a linear program. It is approximated with prices: busy
+resources are expensive, every demand moves from expensive ways to cheap ones, and prices grow steeper as the shares
+settle. Any prices also give a lower bound (every demand on its cheapest way), which tells when to stop.
 
     ways = find_ways(topology, holders, group, receiver)
     shares = best_shares(ways, num_bytes)
@@ -35,7 +35,7 @@ GRAIN = 1000
 
 @dataclass(frozen=True, kw_only=True)
 class Ways:
-    """Who may send each demand, and over what."""
+    """The possible senders of each demand, and the resources each way uses."""
 
     first: Ints
     """Demand d has ways `first[d]` to `first[d + 1]`."""
@@ -43,7 +43,7 @@ class Ways:
     resource: Ints
     """Matrix [way, 5] of resource numbers; 0 stands for none."""
     rate: Floats
-    """Of each resource, bytes per second."""
+    """Bytes per second of each resource."""
 
     @property
     def demand(self) -> Ints:
@@ -95,7 +95,7 @@ def _either(
 
 
 def best_shares(ways: Ways, num_bytes: Floats) -> Floats:
-    """The part of its demand that each way should carry."""
+    """The fraction of its demand that each way should carry."""
     ways = _without_fixed(ways)
     starts, demand = ways.first[:-1], ways.demand
     shares = 1.0 / np.diff(ways.first)[demand]
@@ -121,7 +121,7 @@ def best_shares(ways: Ways, num_bytes: Floats) -> Floats:
 
 
 def _without_fixed(ways: Ways) -> Ways:
-    """The same ways without the resources whose load is the same whatever is chosen: the others decide."""
+    """The same ways without the resources whose load no choice changes: the others decide."""
     demand, num_resources = ways.demand, len(ways.rate)
     fixed = np.ones(num_resources, dtype=bool)
     for column in ways.resource.T:
@@ -139,7 +139,7 @@ def busy_seconds(ways: Ways, num_bytes: Floats) -> Floats:
 
 
 def _prices(ways: Ways, busy: Floats, steepness: float) -> Floats:
-    """Of one byte on each way, when the prices of a second of every resource add up to one."""
+    """Price of one byte on each way, where the prices of a second of every resource add up to one."""
     dear = np.exp(steepness * (busy / busy.max() - 1))
     dear[0] = 0.0
     per_byte = dear / dear.sum() / ways.rate

@@ -6,7 +6,7 @@ well-known machines; a TOML file describes others (`docs/topology.md`).
 
     topology = load_topology("h100-ib400").place(num_trainers=128, num_engines=32)
 
-Before a run, ranks fill hosts in order (`Cluster.place`); during one, members say where they are (`place_members`).
+Before a run, ranks fill hosts in order (`Cluster.place`); during one, members report where they are (`place_members`).
 """
 
 from __future__ import annotations
@@ -53,9 +53,9 @@ class Nic:
 
 
 DEFAULT_OP_US = 10.0
-"""What one write costs beside its bytes, where a topology does not say (measured with NIXL on an H200: 8 to 12)."""
+"""Cost of one write beyond its bytes, where a topology has none (measured with NIXL on an H200: 8 to 12)."""
 OP_US = {("cma", "cpu"): 0.1, ("nixl", "cpu"): 1.2}
-"""The same where it was measured otherwise, in CPU memory: rows of one kernel call, rows of one NIXL transfer."""
+"""The same in CPU memory, measured separately: rows of one kernel call, rows of one NIXL transfer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,7 +79,7 @@ class HostKind:
     cpu_gb_per_s: float = 10.0
     """Local copy of CPU memory, one way, GB/s."""
     op_us: Mapping[str, float] = field(default_factory=dict)
-    """Time of one write beside its bytes, by transport, in microseconds."""
+    """Time of one write beyond its bytes, by transport, in microseconds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,7 +106,12 @@ class Cluster:
 
 @dataclass(frozen=True, kw_only=True)
 class Topology:
-    """A cluster with a device for every trainer and engine rank. Devices are numbered through all hosts."""
+    """A cluster with a device for every trainer and engine rank. Devices are numbered through all hosts.
+
+    >>> topology = load_topology("h100-ib400").place(num_trainers=16, num_engines=8)
+    >>> topology.host_of(topology.engine_device).tolist()                # engines on a host of their own
+    [2, 2, 2, 2, 2, 2, 2, 2]
+    """
 
     cluster: Cluster
     trainer_device: NDArray[np.int64]
@@ -184,9 +189,9 @@ class Topology:
         return self.host.cross_rail_gbps * 1e9 / 8 or np.inf
 
     def min_run_bytes(self, transport: str, memory: str = "cuda") -> int:
-        """Runs from here on are worth a write of their own: packing and scattering them would take longer.
+        """Runs of at least this length are worth a write of their own: packing and scattering them would take longer.
 
-        `memory`: where the engine's weights lie, `cuda` (what a host's devices have) or `cpu`.
+        `memory`: where the engine's weights are, `cuda` (the memory of a host's devices) or `cpu`.
         """
         op_us = self.host.op_us.get(transport, OP_US.get((transport, memory), DEFAULT_OP_US))
         copy_gb_per_s = self.host.cpu_gb_per_s if memory == "cpu" else self.host.device_gb_per_s
@@ -261,8 +266,8 @@ def _host_numbers(cluster: Cluster, trainers: Sequence[Seat], engines: Sequence[
 def _check_pairs(num_trainers: int, num_engines: int) -> None:
     if num_trainers * num_engines > MAX_PAIRS:
         raise ConfigError(
-            f"{num_trainers} trainers × {num_engines} engine ranks are more pairs than weft plans for",
-            hint=f"at most {MAX_PAIRS} pairs",
+            f"{num_trainers} trainers × {num_engines} engine ranks are more pairs than weft supports",
+            hint=f"use at most {MAX_PAIRS} pairs",
         )
 
 
@@ -320,7 +325,11 @@ PRESETS: dict[str, Cluster] = {
 
 
 def load_topology(name: str) -> Cluster:
-    """A cluster by preset name, or from a TOML file."""
+    """A cluster by preset name, or from a TOML file.
+
+    >>> load_topology("h100-ib400").host.devices
+    8
+    """
     if name in PRESETS:
         return PRESETS[name]
     if name.endswith(".toml"):
@@ -381,7 +390,9 @@ def topology_from_mapping(table: dict[str, Any], *, num_trainers: int, num_engin
     for side, num_ranks in sides.items():
         given = devices.get(side) if isinstance(devices, dict) else None
         if not isinstance(given, list) or len(given) != num_ranks or not _are_numbers(given, most):
-            raise ConfigError(f"{where}: wrong devices of {side} ranks", hint=f"{num_ranks} numbers below {most}")
+            raise ConfigError(
+                f"{where}: invalid devices of {side} ranks", hint=f"expected {num_ranks} numbers below {most}"
+            )
     trainer, engine = (np.array(devices[side], dtype=np.int64) for side in sides)
     return replace(usual, trainer_device=trainer, engine_device=engine)
 
@@ -397,13 +408,13 @@ def _nic(table: Any, *, where: str) -> Nic:
     built: Nic = _build(Nic, {**table, "devices": tuple(devices)}, where=where)
     if not 0 < built.efficiency <= 1:
         raise ConfigError(
-            f"{where}: efficiency is {built.efficiency}", hint="a part of the line rate: above 0, up to 1"
+            f"{where}: efficiency is {built.efficiency}", hint="expected a fraction of the line rate: above 0, up to 1"
         )
     return built
 
 
 _COUNTS = {"devices": 1024, "domain_hosts": 65_536, "rail": 65_536}
-"""Whole numbers among the keys, and the most each may be."""
+"""The keys that are whole numbers, and their maxima."""
 
 
 def _build(kind: type[Any], values: dict[str, Any], *, where: str) -> Any:
@@ -422,7 +433,7 @@ def _build(kind: type[Any], values: dict[str, Any], *, where: str) -> Any:
             expected = "a whole number" if whole else "a number"
             raise ConfigError(f"{where}: {name} is {value!r}", hint=f"expected {expected} that is not negative")
         if whole and value > _COUNTS[name]:
-            raise ConfigError(f"{where}: {name} is {value}", hint=f"at most {_COUNTS[name]}")
+            raise ConfigError(f"{where}: {name} is {value}", hint=f"expected at most {_COUNTS[name]}")
     for name in ("gbps", "link_gb_per_s", "pinned_gb_per_s", "device_gb_per_s", "devices", "domain_hosts"):
         if values.get(name) == 0:
             raise ConfigError(f"{where}: {name} is 0", hint="a rate or count must be positive")
@@ -434,7 +445,7 @@ def _build(kind: type[Any], values: dict[str, Any], *, where: str) -> Any:
 
 
 def _check_costs(table: Any, where: str) -> None:
-    """Raise unless this is a table of transports and what one write costs each."""
+    """Raise unless this is a table of costs of one write, by transport."""
     numbers = table.values() if isinstance(table, Mapping) else [None]
     if not all(isinstance(cost, int | float) and not isinstance(cost, bool) and 0 <= cost < 1e9 for cost in numbers):
         raise ConfigError(
@@ -448,7 +459,9 @@ def _check_nics(kind: HostKind, where: str) -> None:
         raise ConfigError(f"{where}: a [[nic]] serves no device", hint="give devices = [0, …]")
     outside = sorted(device for device in served if not 0 <= device < kind.devices)
     if outside:
-        raise ConfigError(f"{where}: NIC device {outside[0]} is not on the host", hint=f"0 to {kind.devices - 1}")
+        raise ConfigError(
+            f"{where}: NIC device {outside[0]} is not on the host", hint=f"expected 0 to {kind.devices - 1}"
+        )
     missing = sorted(set(range(kind.devices)) - served)
     if missing:
         raise ConfigError(f"{where}: device {missing[0]} has no NIC", hint="list it in some [[nic]].devices")
@@ -465,7 +478,7 @@ def _check_nics(kind: HostKind, where: str) -> None:
 
 
 def with_placement(cluster: Cluster, placement: str) -> Cluster:
-    """The same cluster with ranks placed another way."""
+    """The same cluster with another placement."""
     if placement not in PLACEMENTS:
         raise ConfigError(f"unknown placement `{placement}`", hint=f"use {' or '.join(PLACEMENTS)}")
     return replace(cluster, placement=placement)

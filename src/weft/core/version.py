@@ -1,10 +1,10 @@
 """The life of a version, as a pure state machine: published → written → ready everywhere → committed, or aborted.
 
-The controller feeds it what members report and does what it decides. One version is open at a time. Trainers publish
-it and report that they have written it; then engine ranks report that they hold it whole and verified (*ready*); when
-enough engines are ready it is decided once, for all: commit or abort. If a member that is needed fails before the
-decision, the version is aborted everywhere and the last committed one keeps serving. After the decision nothing can
-undo it. A version that was refused to one trainer is decided as well: it never opens for the others.
+The controller feeds it the members' reports and carries out its decisions. One version is open at a time. Trainers
+publish it and report that they have written it; then engine ranks report that they hold it whole and verified
+(*ready*); when enough engines are ready it is decided, once and for all: commit or abort. If a required member fails
+before the decision, the version is aborted everywhere and the last committed one keeps serving. After the decision
+nothing can undo it. A version that was refused to one trainer is decided as well: it never opens for the others.
 
     ledger = VersionLedger(num_trainers=2, engines={0: 2}, policy=CommitPolicy.ALL)
     ledger.publish(trainer=0, version=7)
@@ -27,7 +27,7 @@ MAX_VERSION = 1 << 62
 MAX_STEP = 1 << 32
 """How far a version may lie beyond the last one: a wrong number must not make all later versions look old."""
 MAX_FIRST = 1 << 48
-"""The highest number of the first one."""
+"""The highest number the first version may have."""
 
 
 class CommitPolicy(enum.StrEnum):
@@ -61,7 +61,7 @@ class _OpenVersion:
 
 
 class VersionLedger:
-    """What is known about versions; every method that may decide returns the decision or None."""
+    """The state of all versions. Every method that may decide returns the decision or None."""
 
     def __init__(
         self,
@@ -75,7 +75,9 @@ class VersionLedger:
         if num_trainers < 1 or not engines or min(engines.values()) < 1:
             raise VersionError(f"{num_trainers} trainers and engines {dict(engines)} cannot share versions")
         if policy is CommitPolicy.QUORUM and not 1 <= quorum <= len(engines):
-            raise VersionError(f"a quorum of {quorum} out of {len(engines)} engines", hint=f"1 to {len(engines)}")
+            raise VersionError(
+                f"a quorum of {quorum} out of {len(engines)} engines", hint=f"expected 1 to {len(engines)}"
+            )
         self._num_trainers = num_trainers
         self._engines = dict(engines)
         self._needed = len(engines) if policy is CommitPolicy.ALL else quorum
@@ -114,7 +116,7 @@ class VersionLedger:
     def publish(self, *, trainer: int, version: int) -> None:
         """A trainer offers a version; the first one opens it."""
         if not 0 <= trainer < self._num_trainers:
-            raise VersionError(f"trainer {trainer} is not one of {self._num_trainers}")
+            raise VersionError(f"unknown trainer {trainer}: there are {self._num_trainers}")
         self.check_number(version)
         if self._open is None:
             if version <= self._last_decided:
@@ -124,22 +126,22 @@ class VersionLedger:
                     if version == refused
                     else f"trainer {trainer} published version {version}, but version {self._last_decided} was decided "
                     "already",
-                    hint="versions must grow",
+                    hint="version numbers must increase",
                 )
             self._open = _OpenVersion(version)
         if version != self._open.version:
             raise VersionError(
                 f"trainer {trainer} published version {version} while version {self._open.version} is open",
-                hint="all trainers publish the same version, one after the other",
+                hint="all trainers must publish the same versions in the same order",
             )
         if trainer in self._open.published:
             raise VersionError(f"trainer {trainer} published version {version} twice")
         self._open.published.add(trainer)
 
     def written(self, *, trainer: int, version: int) -> bool:
-        """A trainer has written all it owes; whether all trainers have."""
+        """A trainer has written its part of the version. Returns whether all trainers have."""
         if self._open is None or version != self._open.version or trainer not in self._open.published:
-            raise VersionError(f"trainer {trainer} has written version {version}, which it may not write")
+            raise VersionError(f"trainer {trainer} has written version {version}, which it must not write")
         if trainer in self._open.written:
             raise VersionError(f"trainer {trainer} has written version {version} twice")
         self._open.written.add(trainer)
@@ -161,7 +163,7 @@ class VersionLedger:
         if self._open is None or version != self._open.version:
             if version > self._last_decided:
                 raise VersionError(
-                    f"engine {engine} rank {rank} is ready with version {version}, which nobody published"
+                    f"engine {engine} rank {rank} is ready with version {version}, which no trainer published"
                 )
             return None
         if engine not in self._engines:
@@ -199,7 +201,7 @@ class VersionLedger:
         return Decision(version=version, commit=False, engines=(), reason=reason)
 
     def refuse(self, version: int, reason: str) -> None:
-        """A version cannot be written now: it is decided, for all trainers, without ever having been open."""
+        """A version cannot be written now: it is decided for all trainers without having been open."""
         if self._open is None and version > self._last_decided:
             self.check_number(version)
             self._last_decided, self._last_refusal = version, (version, reason)
@@ -226,13 +228,13 @@ class VersionLedger:
         return self._commit_if_enough()
 
     def restore(self, *, committed: int | None, last_decided: int) -> None:
-        """What members know of versions, after the controller was restarted."""
+        """Restores what members know of versions, after a restart of the controller."""
         if self._open is not None:
             raise VersionError(f"version {self._open.version} is open")
         self._committed, self._last_decided = committed, max(last_decided, self._last_decided)
 
     def take_part(self, engines: Sequence[int], *, num_ranks: int) -> None:
-        """Engines (of so many ranks) that take part from the next version on; with a quorum others are left out."""
+        """Engines (of so many ranks) that take part from the next version on; with a quorum the others are left out."""
         for engine in set(engines) - set(self._engines):
             self.join(engine=engine, num_ranks=num_ranks)
         if self._policy is CommitPolicy.QUORUM and self._open is None and len(engines) >= self._needed:

@@ -1,4 +1,4 @@
-"""Memory by its address: device memory, and pinned host memory that GPUs read and write directly."""
+"""Memory at an address: device memory, and pinned host memory that GPUs read and write directly."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _pinned: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDicti
 
 
 class _DeviceBytes:
-    """Device memory in the form other libraries accept."""
+    """Device memory in a form other libraries accept."""
 
     def __init__(self, address: int, num_bytes: int) -> None:
         self.__cuda_array_interface__ = {

@@ -6,8 +6,8 @@ moves at a time, 16 bytes where everything is aligned.
     rows 512, run 128 bytes, aligned     ->  1 tile of 512 rows × 8 units
     rows 1, run 1 MiB, aligned           ->  16 tiles of 4096 units
 
-Planes that are aligned except for their ends are cut into a head, a body and a tail. Where planes are digested, long
-runs are cut at the borders of the digest's blocks: whole blocks need their weight once.
+Planes that are aligned except at their ends are cut into a head, a body and a tail. Where planes are digested, long
+runs are cut at the borders of the digest's blocks: a whole block needs its weight only once.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ WHOLE_BLOCKS = 0
 """Kind of planes whose rows are whole blocks of the digest; other kinds are the bytes of a unit."""
 _UNIT_BYTES = (16, 4, 2, 1)
 _LONG_RUN = 4 * BLOCK_BYTES
-"""From here on every run of a digested plane is cut on its own."""
+"""From this size on, every run of a digested plane is cut separately."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +56,7 @@ class _Pieces:
 
     @classmethod
     def of(cls, planes: Planes, *, is_copied: bool, is_digested: bool) -> _Pieces:
-        """Memories that are not used look like the source: they constrain nothing."""
+        """Unused memories get the source's addresses, so that they add no constraint."""
         src, src_stride, rows = (column.astype(np.int64) for column in (planes.src, planes.src_stride, planes.rows))
         src_stride = np.where(rows > 1, src_stride, 0)
         dst, dst_stride = src, src_stride
@@ -80,11 +80,11 @@ class _Pieces:
         return made.take(made.rows * made.length > 0)
 
     def take(self, which: Int64s | NDArray[np.bool_]) -> _Pieces:
-        """Some of them."""
+        """A selection of the pieces."""
         return _Pieces(**{field.name: getattr(self, field.name)[which] for field in fields(self)})
 
     def part(self, skipped: Int64s, length: Int64s) -> _Pieces:
-        """So many bytes of every row, without those skipped at its beginning; what is empty is left out."""
+        """`length` bytes of every row, after those skipped at its beginning; empty pieces are left out."""
         made = replace(
             self,
             src=self.src + skipped,
@@ -96,7 +96,7 @@ class _Pieces:
 
     @property
     def alignment(self) -> Int64s:
-        """A number with the zeros at its end that all addresses and strides share."""
+        """A number with as many trailing zero bits as all addresses and strides have in common."""
         return (
             self.src | self.dst | self.position | self.src_stride | self.dst_stride | self.position_stride | self.length
         )
@@ -125,7 +125,7 @@ def _units(pieces: _Pieces) -> Int64s:
 
 
 def _cut_ends(pieces: _Pieces) -> _Pieces:
-    """Heads and tails of rows apart, where that makes the rest aligned in all memories."""
+    """Split off heads and tails of rows where that aligns the rest in all memories."""
     apart = (pieces.src - pieces.dst) | (pieces.src - pieces.position)
     strides = pieces.src_stride | pieces.dst_stride | pieces.position_stride
     is_odd = (pieces.alignment % VECTOR_BYTES != 0) & (pieces.length >= 4 * VECTOR_BYTES)

@@ -1,7 +1,7 @@
 """The kernel that walks planes: copies them, digests them, or both in one read. See `tiles` for what a tile is.
 
-The digest is the one of weft/native.py, bit for bit: word `n` of its space, in column n % 8 and row n // 8 % 256 of
-block n // 2048, counts (alpha + beta × (256 − row)) × word + gamma × (word >> 32), times the weight of its block.
+The digest is that of weft/native.py, bit for bit: word `n` of its space, in column n % 8 and row n // 8 % 256 of block
+n // 2048, contributes (alpha + beta × (256 − row)) × word + gamma × (word >> 32), times the weight of its block.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def _walk_units(  # type: ignore[no-untyped-def]
     for start in range(0, count, STEP):
         unit = start + tl.arange(0, STEP)
         inside = unit < count
-        row = ((unit.to(tl.float32) + 0.5) * inverse).to(tl.int32)  # exact: units of a tile are few
+        row = ((unit.to(tl.float32) + 0.5) * inverse).to(tl.int32)  # exact: a tile has few units
         column = (unit - row * width) * LANES
         value = tl.load(_lanes(src, src_stride, row, column, lane, LANES), mask=inside[:, None], other=0)
         if IS_COPIED:
@@ -111,7 +111,7 @@ def _lanes(base, stride, row, column, lane, LANES: tl.constexpr):  # type: ignor
 
 @triton.jit
 def _weighed(value, place, keys, SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """What elements at some places of the digest's space count; the sum over the lanes of a unit."""
+    """Contribution of elements at given positions of the digest's space; summed over the lanes of a unit."""
     MASK: tl.constexpr = (1 << (8 * SIZE)) - 1
     word = value.to(tl.int64)
     if SIZE < 8:
@@ -158,7 +158,7 @@ def _block_weight(block):  # type: ignore[no-untyped-def]
 def walk(
     planes: torch.Tensor, tiles: torch.Tensor, keys: torch.Tensor, sums: torch.Tensor | None, *, is_copied: bool
 ) -> None:
-    """Walk a WalkTable's planes on the current stream; they are digested where there are `sums`, one for each tile."""
+    """Walk a WalkTable's planes on the current stream; digests them if `sums`, one for each tile, are given."""
     _walk_kernel[(len(tiles),)](
         planes,
         tiles,

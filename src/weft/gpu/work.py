@@ -1,6 +1,6 @@
 """Bulk work on one GPU's memory: copies and the digest of planes, on a stream of its own.
 
-Tables are made once for each Planes object and stay on the device as long as it lives: running a version builds and
+Tables are built once for each Planes object and stay on the device as long as it lives: running a version builds and
 uploads nothing.
 """
 
@@ -23,15 +23,15 @@ from weft.gpu.tiles import walk_table
 from weft.gpu.walking import walk
 
 LARGE_BYTES = 1 << 20
-"""Single rows from here on are left to the driver's own copy, which reaches the limit of the memory and of the bus…"""
+"""Single rows from this size on are left to the driver's own copy, which reaches the limit of memory and bus…"""
 MAX_LARGE_ROWS = 32
-"""… unless there are more than this: a call for each would take longer than the copies."""
+"""… unless there are more than this: one call for each would take longer than the copies."""
 _MASK = (1 << 64) - 1
 
 
 @dataclass(frozen=True, slots=True)
 class _Walk:
-    """One launch over planes, and the copies the driver makes."""
+    """One launch over planes, and the copies left to the driver."""
 
     planes: torch.Tensor
     tiles: torch.Tensor
@@ -52,7 +52,7 @@ class GpuWork:
         self._keys = self.upload(keys)
         self._walks: weakref.WeakKeyDictionary[Planes, dict[tuple[bool, bool], _Walk]] = weakref.WeakKeyDictionary()
         self._rows: dict[tuple[int, ...], Planes] = {}
-        """Columns as planes, as long as the columns live."""
+        """Planes made of columns, for as long as the columns live."""
 
     def allocate(self, num_bytes: int) -> torch.Tensor:
         """Device memory, as bytes."""
@@ -76,7 +76,7 @@ class GpuWork:
             self._stream.synchronize()
 
     def fetch(self, values: torch.Tensor) -> torch.Tensor:
-        """A copy in host memory, queued on the current stream: there when a later `marker` is reached."""
+        """A copy in host memory, queued on the current stream: complete when a later `marker` is reached."""
         found = torch.empty(values.shape, dtype=values.dtype, pin_memory=self.device.type == "cuda")
         return found.copy_(values, non_blocking=True)
 
@@ -121,7 +121,7 @@ class GpuWork:
         return [self._digested(planes, is_copied=True)]
 
     def start_copy(self, planes: Planes, *, is_digested: bool) -> Callable[[], int]:
-        """Start copying planes; what is returned waits for that, and gives the digest, or 0 where none is wanted."""
+        """Start copying planes; the returned function waits for it and gives the digest, or 0 if not digested."""
         found = None
         with self.queue():
             if is_digested:
@@ -150,7 +150,7 @@ class GpuWork:
         return int(found.item()) & _MASK
 
     def _queue_digest(self, planes: Planes, *, is_copied: bool) -> torch.Tensor:
-        """Digest planes, and copy them, on the current stream; the sum lies in host memory when that is done."""
+        """Digest planes, and copy them, on the current stream; the sum is in host memory when that is done."""
         work = self._walk(planes, is_copied=is_copied, is_digested=True)
         if not len(work.tiles):
             return torch.zeros(1, dtype=torch.int64)
@@ -170,7 +170,7 @@ class GpuWork:
         return walks[is_copied, is_digested]
 
     def _planes(self, dst: Column, src: Column, length: Column, position: Column | None = None) -> Planes:
-        """Rows as planes; columns that are used again give the same planes."""
+        """Rows as planes; the same columns give the same planes."""
         columns = [dst, src, length] if position is None else [dst, src, length, position]
         key = tuple(id(column) for column in columns)
         if key not in self._rows:
@@ -185,7 +185,7 @@ class GpuWork:
                 position=None if position is None else position.copy(),
                 position_stride=None if position is None else none,
             )
-            for column in columns:  # the address of a column that is gone may be that of another one tomorrow
+            for column in columns:  # the address of a column that is gone may be reused for another one
                 weakref.finalize(column, self._rows.pop, key, None)
         return self._rows[key]
 
@@ -202,6 +202,6 @@ class GpuWork:
 
 
 def _is_large(planes: Planes) -> NDArray[np.bool_]:
-    """Planes that are copied by calls of their own."""
+    """Planes that are copied by driver calls of their own."""
     large = (planes.rows == 1) & (planes.length >= LARGE_BYTES)
     return large & bool(large.sum() <= MAX_LARGE_ROWS)

@@ -1,1 +1,1 @@
-"""Adapters: from the frameworks people use to weft, and back."""
+"""Adapters between weft and the frameworks people use."""

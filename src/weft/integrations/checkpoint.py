@@ -1,4 +1,4 @@
-"""What a checkpoint holds, from the headers of its files: names, precisions and shapes, no values."""
+"""What a checkpoint holds, read from the headers of its files: names, precisions and shapes, no values."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def checkpoint_tensors(folder: Path) -> list[Tensor]:
     if not files:
         raise LayoutError(
             f"`{folder}` has no safetensors files to read tensor names from",
-            hint="load the engine from a checkpoint: with random weights the names of its tensors are not known",
+            hint="load the engine from a checkpoint: with random weights the names of its tensors are unknown",
         )
     tensors = []
     for path in files:

@@ -1,4 +1,4 @@
-"""Precisions: weft's names and torch's."""
+"""Precisions: weft's names and torch's dtypes."""
 
 from __future__ import annotations
 

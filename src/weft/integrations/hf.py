@@ -32,13 +32,13 @@ def checkpoint_weights(model: torch.nn.Module) -> Weights:
             parameters[name] = Tensor(name=name, dtype=held.tensor.dtype, shape=held.tensor.shape)
     trace = trace_export(lambda stand_ins: _as_saved(inner, stand_ins), parameters.values())
     if trace.unused:
-        raise LayoutError("these parameters are part of no checkpoint tensor", problems=trace.unused)
+        raise LayoutError("these parameters belong to no checkpoint tensor", problems=trace.unused)
     return renamed(weights, trace.pieces(), trace.destinations)
 
 
 def _as_saved(model: Any, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     try:
         from transformers.core_model_loading import revert_weight_conversion  # noqa: PLC0415
-    except ImportError:  # before version 5 parameters are what checkpoints have
+    except ImportError:  # before version 5, parameters are the same as in checkpoints
         return state
     return revert_weight_conversion(model, state)

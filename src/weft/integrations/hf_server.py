@@ -1,4 +1,4 @@
-"""A small server around an HfEngine, for trying things out: `weft serve MODEL --controller tcp://ctl:7070`.
+"""A small server around an HfEngine, for experiments: `weft serve MODEL --controller tcp://ctl:7070`.
 
 POST /generate     {"input_ids": [1, 2, 3], "max_new_tokens": 16, "temperature": 0}
                    → {"output_ids": […], "weight_versions": [{"version": 3, "start": 0, "end": 16}]}
@@ -64,7 +64,7 @@ def make_app(engine: EngineThread) -> Starlette:
 def _parsed(body: bytes) -> tuple[list[int], dict[str, Any]]:
     """Prompt and options of a request. Raises ValueError saying what is wrong with it."""
     if len(body) > MAX_BODY_BYTES:
-        raise ValueError(f"the request has {len(body)} bytes, at most {MAX_BODY_BYTES} are read")
+        raise ValueError(f"the request has {len(body)} bytes, more than the limit of {MAX_BODY_BYTES}")
     request = json.loads(body)
     if not isinstance(request, dict):
         raise ValueError("the request is not a JSON object")

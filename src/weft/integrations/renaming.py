@@ -1,8 +1,8 @@
 """Weights under other names: what a trainer holds, as boxes of the tensors its checkpoint would have.
 
-A trainer may hold tensors that its checkpoint has not (all experts of a layer in one), or call them otherwise. Engines
-load checkpoints, so both sides meet there. Nothing is copied: a shard of a fused parameter becomes several shards of
-the checkpoint's tensors, in the same memory.
+A trainer may hold tensors that its checkpoint does not have (all experts of a layer in one), or name them differently.
+Engines load checkpoints, so both sides use the checkpoint's names. Nothing is copied: a shard of a fused parameter
+becomes several shards of the checkpoint's tensors, in the same memory.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from weft.runtime.weights import Held, Weights
 
 
 def renamed(weights: Weights, pieces: Iterable[Piece], tensors: Iterable[Tensor]) -> Weights:
-    """The same weights as boxes of `tensors`, of which `pieces` says how they are made of the present ones."""
+    """The same weights as boxes of `tensors`; `pieces` says how these are made from the present ones."""
     shapes = {tensor.name: tensor.shape for tensor in tensors}
     by_source: dict[str, list[Piece]] = {}
     for piece in pieces:

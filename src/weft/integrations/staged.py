@@ -1,4 +1,4 @@
-"""Memory for frameworks that hand out tensors one by one, every time new ones: filled again for each version.
+"""Memory for frameworks that hand out new tensors one by one every time: refilled for each version.
 
 staged = StagedTensors()
 staged.fill(framework.named_tensors())       # the first time it is made, and `weights` is known
@@ -19,13 +19,13 @@ from weft.runtime.weights import Weights
 
 @dataclass(slots=True)
 class StagedTensors:
-    """Copies of named tensors, in host memory, at the same place every time."""
+    """Copies of named tensors in host memory, at the same addresses every time."""
 
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
 
     @torch.no_grad()
     def fill(self, named: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Take in all tensors. Raises LayoutError if they are not those of the first time."""
+        """Copy all tensors. Raises LayoutError if they are not those of the first time."""
         is_first = not self.tensors
         missing = set(self.tensors)
         for name, tensor in named:
@@ -36,15 +36,15 @@ class StagedTensors:
             self.tensors[name].copy_(tensor)
             missing.discard(name)
         if missing:
-            raise LayoutError("tensors are missing that were there before", problems=tuple(sorted(missing)))
+            raise LayoutError("tensors of earlier versions are missing", problems=tuple(sorted(missing)))
 
     def _check(self, name: str, tensor: torch.Tensor) -> None:
         known = self.tensors.get(name)
         if known is None:
-            raise LayoutError(f"`{name}` was not there before", hint="the same tensors must come every time")
+            raise LayoutError(f"`{name}` is not a tensor of earlier versions", hint="pass the same tensors every time")
         if known.shape != tensor.shape or known.dtype != tensor.dtype:
             raise LayoutError(
-                f"`{name}` is {tensor.dtype} {list(tensor.shape)}, before it was {known.dtype} {list(known.shape)}"
+                f"`{name}` is {tensor.dtype} {list(tensor.shape)}, expected {known.dtype} {list(known.shape)} as before"
             )
 
     def weights(self) -> Weights:

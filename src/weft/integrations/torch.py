@@ -1,4 +1,4 @@
-"""Weights of torch modules: plain ones, DDP, FSDP2 and any other DTensor sharding, tied parameters.
+"""Weights of torch modules: plain modules, DDP, FSDP2 and any other DTensor sharding, tied parameters.
 
     weights = weights_of(model)              # of this rank; nothing is copied or gathered
     Sender("tcp://ctl:7070", rank=rank, weights=weights)
@@ -8,8 +8,8 @@ parallelism cuts rows twice): each becomes a shard of its own. Parameters that s
 names.
 
 CPU weights can be moved into shared memory, so that other processes write into them directly: the tensor objects the
-model holds stay the same, only the memory behind them changes. That is safe only if nobody else holds that memory. It
-is checked: where somebody does, the weights stay where they are and the `cma` transport is used.
+model holds stay the same, only the memory behind them changes. That is safe only if nothing else holds that memory.
+This is checked: if another object does, the weights stay where they are and the `cma` transport is used.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from weft.integrations.dtypes import NAMES
 from weft.runtime.weights import Allocate, Held, Part, Weights
 
 _PREFIXES = ("_orig_mod.",)
-"""Of compiled modules; not part of a tensor's name."""
+"""Prefix in compiled modules; not part of a tensor's name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,9 +48,9 @@ class _Named:
     """As the module holds it: a DTensor, where it is sharded."""
     local: torch.Tensor
     parts: tuple[Part, ...] = ()
-    """Which boxes of which tensors it is, where that was said."""
+    """Which boxes of which tensors it is, if given."""
     pieces: tuple[Piece, ...] = ()
-    """The same, as a loader's trace says it; what no piece fills stays as it is."""
+    """The same, from a loader's trace; what no piece fills stays unchanged."""
 
 
 def weights_of(
@@ -60,6 +60,10 @@ def weights_of(
 
     `parts` says which box of its tensor a plain parameter is, where a module shards without DTensor, or which boxes of
     other tensors a fused one is made of. `buffers`: those that a checkpoint has as well.
+
+    >>> weights = weights_of(torch.nn.Linear(4, 2))
+    >>> [held.tensor.name for held in weights.held]
+    ['weight', 'bias']
     """
     named = list(_parameters(module, parts or {}, buffers=buffers))
     if not named:
@@ -75,7 +79,7 @@ def weights_of_tensors(tensors: Mapping[str, torch.Tensor], *, parts: Mapping[st
         for name, tensor in tensors.items()
     ]
     if not named:
-        raise LayoutError("there are no tensors to transfer")
+        raise LayoutError("no tensors to transfer")
     return _checked_weights(named, {})
 
 
@@ -128,12 +132,12 @@ def _checked_weights(named: Sequence[_Named], shapes: Mapping[str, tuple[int, ..
         raise LayoutError("these parameters cannot be transferred", problems=problems)
     devices = sorted({_device(parameter.local) for parameter in named})
     if len(devices) > 1:
-        raise LayoutError(f"parameters lie on {', '.join(devices)}", hint="one member holds weights of one device")
+        raise LayoutError(f"parameters lie on {', '.join(devices)}", hint="put all weights of a member on one device")
     return _weights(named, devices[0], shapes)
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
-    """The memory a parameter has on this rank; the very tensor it holds, not a view of it."""
+    """The memory a parameter has on this rank; the tensor it holds itself, not a view of it."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
@@ -157,13 +161,13 @@ def _problems(named: _Named) -> Iterator[str]:
 
 
 def _part_problems(named: _Named) -> Iterator[str]:
-    """Boxes must lie inside parameter and tensor, and fill the parameter once."""
+    """Boxes must lie inside the parameter and the tensor, and fill the parameter exactly once."""
     whole = tuple(named.local.shape)
     boxes = []
     for part in named.parts:
         at, extent = part.at or (0,) * len(whole), part.extent or whole
         if not len(at) == len(extent) == len(part.lo) == len(part.shape) == len(whole):
-            yield f"{named.names[0]} has {len(whole)} dimensions, a part of it does not"
+            yield f"{named.names[0]} has {len(whole)} dimensions, but a part of it does not"
             return
         inside = all(a >= 0 and n > 0 and a + n <= size for a, n, size in zip(at, extent, whole, strict=True))
         inside &= all(lo >= 0 and lo + n <= size for lo, n, size in zip(part.lo, extent, part.shape, strict=True))
@@ -194,7 +198,7 @@ def _weights(named: Sequence[_Named], device: str, shapes: Mapping[str, tuple[in
 
 
 def _ranges(named: Sequence[_Named], held: Sequence[Held]) -> Iterator[tuple[int, int]]:
-    """Memory of the shards; those that touch inside one storage are one range."""
+    """Memory of the shards; adjacent shards of one storage are one range."""
     starts = sorted({parameter.local.untyped_storage().data_ptr() for parameter in named if parameter.local.numel()})
     spans = sorted({(shard.address, shard.address + shard.span_bytes) for shard in held})
     begin, end = spans[0] if spans else (0, 0)
@@ -280,7 +284,7 @@ def _boxes(
 
 
 def _segments(parameter: DTensor) -> list[list[tuple[int, int, int]]]:
-    """For every dimension the runs of indices this rank holds: (place in local memory, global index, count).
+    """For every dimension, the runs of indices this rank holds: (place in local memory, global index, count).
 
     Each placement cuts one dimension, so dimensions are independent; torch's own splitting is applied to the indices.
     """
@@ -325,7 +329,7 @@ def _by_storage(named: Sequence[_Named]) -> list[list[torch.Tensor]]:
 
 
 def _nobody_else_holds(tensors: list[torch.Tensor]) -> bool:
-    """Whether these tensors are the only ones that use their memory; another would be left behind by moving it."""
+    """Whether these tensors are the only users of their memory; any other would be left behind by moving it."""
     if any(tensor.is_inference() for tensor in tensors):
         return False
     storage = tensors[0].untyped_storage()
@@ -339,7 +343,7 @@ def _rehome(named: Sequence[_Named], allocate: Allocate, shapes: Mapping[str, tu
         groups = _by_storage(named)
         if not all(_nobody_else_holds(group) for group in groups):
             hint = "use the cma transport"
-            raise RegistrationError("somebody else holds the memory of these weights by now", hint=hint)
+            raise RegistrationError("the memory of these weights is now held by another object", hint=hint)
         _move_all(groups, allocate)
         return _weights(named, "cpu", shapes)
 

@@ -1,10 +1,10 @@
-"""Which modules an engine changes after it has loaded a checkpoint: their live weights are not the loader's any more.
+"""Which modules an engine changes after loading a checkpoint: their live weights are no longer the loader's.
 
     touched = touched_modules(model, lambda: engine_processes(model))
 
-A module is touched if any operation met one of its parameters, even a view (somebody may have kept what was made of
-it), if a parameter or its memory was replaced, or if the module holds new objects beside its parameters (packed copies,
-handles of a library). Operations that torch does not see leave one of these traces.
+A module is touched if any operation met one of its parameters, even a view (its result may have been kept), if a
+parameter or its memory was replaced, or if the module holds new objects besides its parameters (packed copies, handles
+of a library). Operations that torch does not see leave one of these traces.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def touched_modules(model: torch.nn.Module, process: Callable[[], Any]) -> set[s
 
 
 def _state(module: torch.nn.Module) -> Any:
-    """What processing would change about a module: its parameters' memory, and objects it holds beside them."""
+    """What processing would change about a module: its parameters' memory, and other objects it holds."""
     parameters = {
         name: (id(parameter), parameter.data_ptr(), tuple(parameter.shape), tuple(parameter.stride()))
         for name, parameter in module.named_parameters(recurse=False)
@@ -54,7 +54,7 @@ class _Touches(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func is not torch.ops.aten.equal.default:  # tied embeddings are looked for by comparing
+        if func is not torch.ops.aten.equal.default:  # used to detect tied embeddings
             for value in tree_flatten((args, kwargs))[0]:
                 if isinstance(value, torch.Tensor):
                     self.modules |= self._owners.get(value.untyped_storage()._cdata, set())

@@ -1,17 +1,17 @@
-"""Recipes from an engine's own weight loader: run it once with stand-in tensors and see what it copies where.
+"""Recipes from an engine's own weight loader: run it once on stand-in tensors and see what it copies where.
 
     checkpoint = [Tensor(name="q.weight", dtype="bf16", shape=(64, 32)), …]     # names and shapes, no values
     trace = trace_loader(model.load_weights, checkpoint, dict(model.named_parameters()))
     trace.copies          # (destination view) ← (checkpoint tensor view), as strided pieces
     trace.unused          # checkpoint tensors the loader looked at and left out
 
-The checkpoint is made of meta tensors: they have shapes, strides and dtypes, and no memory. The loader cuts, fuses,
-transposes, casts and stacks them as it does with real ones; its final `copy_` into a parameter is seen, noted and not
-executed. A strided view already is the composition of every narrow, chunk and transpose, so only operations that make
-new tensors are followed by lineage: casts, clones, `cat`, `stack`. Whatever else happens to a checkpoint tensor before
-it arrives (arithmetic, indexing by values) is reported by the tensor's name.
+The checkpoint is made of meta tensors: they have shapes, strides and dtypes, but no memory. The loader cuts, fuses,
+transposes, casts and stacks them as it does with real ones; its final `copy_` into a parameter is intercepted, recorded
+and not executed. A strided view is already the composition of every narrow, chunk and transpose, so only operations
+that make new tensors are followed by lineage: casts, clones, `cat`, `stack`. Anything else that happens to a checkpoint
+tensor before it arrives (arithmetic, indexing by values) is reported with the tensor's name.
 
-Nothing of the engine changes: destinations may be live parameters or meta tensors themselves.
+Nothing in the engine changes: destinations may be live parameters or meta tensors themselves.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _SAME_ELEMENTS = frozenset({aten._to_copy.default, aten.clone.default})
 """A new tensor with the elements of the first argument."""
 
 _CONSTANTS = frozenset({aten.zero_.default, aten.fill_.Scalar, aten.fill_.Tensor})
-"""What a destination may be filled with beside copies: padding."""
+"""What a destination may be filled with besides copies: padding."""
 
 Load = Callable[[Iterator[tuple[str, torch.Tensor]]], Any]
 
@@ -52,7 +52,7 @@ class Trace:
     """The tensors it may write; the first name of those that share memory."""
     copies: tuple[StridedPiece, ...]
     unused: tuple[str, ...]
-    """Checkpoint tensors that were copied nowhere."""
+    """Checkpoint tensors that were not copied anywhere."""
 
     @property
     def unfilled(self) -> tuple[str, ...]:
@@ -96,7 +96,7 @@ def trace_loader(load: Load, checkpoint: Iterable[Tensor], destinations: Mapping
 
 
 def _clashes(trace: Trace) -> Iterator[str]:
-    """Checkpoint tensors of which later ones overwrite what earlier ones have filled."""
+    """Checkpoint tensors that overwrite what earlier ones have filled."""
     by_destination: dict[str, list[Piece]] = {}
     for piece in trace.pieces():
         by_destination.setdefault(piece.dst, []).append(piece)
@@ -155,7 +155,7 @@ class _Strided:
 
 @dataclass(frozen=True, slots=True)
 class _FromSource:
-    """A box of a tensor made during loading ← a view of a checkpoint tensor of the same shape."""
+    """A box of a tensor made during loading ← a view of a checkpoint tensor, of the same shape."""
 
     lo: tuple[int, ...]
     source: str
@@ -173,10 +173,10 @@ class _MadeTensor:
     """A tensor made during loading, from checkpoint tensors, box by box."""
 
     shape: tuple[int, ...]
-    """With the dimensions in the order they lie in memory."""
+    """With the dimensions in memory order."""
     parts: tuple[_FromSource, ...]
     dtypes: frozenset[torch.dtype]
-    """Every precision its elements went through, without that of the checkpoint."""
+    """Every precision its elements went through, except the checkpoint's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,7 +207,7 @@ def _memory(tensor: torch.Tensor) -> int:
 
 
 class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes copies into destinations, follows lineage, executes nothing that would change a destination."""
+    """Records copies into destinations, follows lineage, executes nothing that would change a destination."""
 
     def __init__(self, sources: Sequence[Tensor], destinations: Mapping[str, torch.Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -236,7 +236,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         parts = self._sources_of(tensor)
         if parts is None:
             what = self._memories.of(tensor)
-            why = f"comes out of {what.operation}, which is not followed" if isinstance(what, _Lost) else "is not known"
+            why = f"comes from {what.operation}, which is not followed" if isinstance(what, _Lost) else "is not known"
             self.problems.append(f"{name}: {why}")
             return
         strides = _contiguous(tuple(tensor.shape))
@@ -288,14 +288,14 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return _memory(tensor) in self._destinations
 
     def _mutated(self, func: Any, tensors: Sequence[torch.Tensor]) -> None:
-        """A destination is changed other than by a copy; constants (zeroed padding) are no concern of a recipe."""
+        """A destination is changed by something other than a copy; constants (zeroed padding) do not matter here."""
         names = [name for tensor in tensors[1:] for name in self._names(tensor)]
         if func not in _CONSTANTS:
             names += self._names(tensors[0])
         self.problems += [f"{name}: written by {func}, which is not followed" for name in names]
 
     def _names(self, tensor: torch.Tensor) -> tuple[str, ...]:
-        """The checkpoint tensors a tensor was made of; of a destination, those that were copied to it so far."""
+        """The checkpoint tensors a tensor was made from; for a destination, those copied to it so far."""
         match self._memories.of(tensor):
             case str(name):
                 return (name,)
@@ -307,7 +307,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 return tuple(self._copied_to.get(_memory(tensor), ()))
 
     def _follow(self, func: Any, args: tuple[Any, ...], known: Sequence[torch.Tensor], result: Any) -> None:
-        """Note what a new tensor was made of."""
+        """Record what a new tensor was made from."""
         for tensor in tree_flatten(result)[0]:
             if isinstance(tensor, torch.Tensor) and not self._names(tensor):
                 self._memories.note(tensor, self._lineage(func, args, known, tensor))
@@ -350,7 +350,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return [replace(part, lo=tuple(a + b for a, b in zip(part.lo, start, strict=True))) for part in found]
 
     def _sources_of(self, tensor: torch.Tensor) -> list[_FromSource] | None:
-        """A view as boxes, each a view of one checkpoint tensor; None where that is not known."""
+        """A view as boxes, each a view of one checkpoint tensor; None if that is not known."""
         view = _Strided.of(tensor)
         match self._memories.of(tensor):
             case str(name):
@@ -417,7 +417,7 @@ def _starts(shapes: Sequence[Sequence[int]], dim: int) -> Iterator[tuple[int, ..
 
 
 def _through(made: _MadeTensor, view: _Strided) -> Iterator[_FromSource]:
-    """A view of a tensor that was made, as views of what it was made of."""
+    """A view of a made tensor, as views of what it was made from."""
     inside = StridedPiece(
         dst="view",
         source="made",

@@ -1,4 +1,4 @@
-"""TRL: weights of `AsyncGRPOTrainer` to engines that run weft (vLLM, SGLang).
+"""TRL: sends the weights of `AsyncGRPOTrainer` to engines that run weft (vLLM, SGLang).
 
     transfer = WeftWeightTransfer(listen="tcp://127.0.0.1:7070", num_engine_ranks=2)
     AsyncGRPOTrainer(..., weight_transfer=transfer)
@@ -6,7 +6,7 @@
     WEFT_CONTROLLER=tcp://127.0.0.1:7070 vllm serve MODEL --weight-transfer-config '{"backend": "weft"}'
 
 TRL calls it on rank 0 only, with whole tensors one by one: they are copied once into memory that is kept, and sent from
-there. Engines commit between two steps by themselves, so nothing has to be paused.
+there. Engines commit on their own between two steps, so nothing has to be paused.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ class WeftWeightTransfer:
         timeout_s: float = 600.0,
         security: Security | None = None,
     ) -> None:
-        """`listen`: where the controller is to be found by the engines. `pause` and `resume`: only if generation should
-        stand still around a version, such as `VLLMClient(url).pause`. `security`: a folder with `controller.key`, the
+        """`listen`: address at which engines find the controller. `pause` and `resume`: only if generation should stand
+        still around a version, such as `VLLMClient(url).pause`. `security`: a folder with `controller.key`, the
         trainer's own key and the engines' `.pub` files; `key` names the trainer's.
         """
         self._listen, self._settings, self._security = listen, settings or TransferSettings(), security
@@ -51,7 +51,7 @@ class WeftWeightTransfer:
         self._controller: Controller | None = None
         self._sender: Sender | None = None
         self.version = 0
-        """The last that was sent."""
+        """The last version that was sent."""
 
     def init_weight_transfer(self) -> None:
         """Let engines join."""
@@ -79,7 +79,7 @@ class WeftWeightTransfer:
         self._sender.publish(version=self.version).wait_committed(self._timeout_s)
 
     def _joined(self, controller: Controller) -> Sender:
-        """Join as the one trainer there is; engines that outlived another trainer serve some version already."""
+        """Join as the only trainer; engines that outlived another trainer already serve some version."""
         sender = Sender(
             controller.address,
             rank=0,
@@ -91,7 +91,7 @@ class WeftWeightTransfer:
             joined = ", ".join(controller.statistics().members)
             sender.close()
             raise TransferTimeout(
-                f"after {self._timeout_s:.0f} s only {joined} had joined, of {self._num_engine_ranks} engine ranks",
+                f"only {joined} joined in {self._timeout_s:.0f} s, expected {self._num_engine_ranks} engine ranks",
                 hint="start the engines with WEFT_CONTROLLER set to this controller's address",
             )
         self.version = controller.committed or 0
@@ -103,7 +103,7 @@ class WeftWeightTransfer:
             self._resume()
 
     def destroy(self) -> None:
-        """Leave; the engines go on serving what they have."""
+        """Leave; the engines keep serving what they have."""
         sender, self._sender = self._sender, None
         controller, self._controller = self._controller, None
         if sender is not None:

@@ -5,14 +5,14 @@
       custom_backend_module: weft.integrations.verl
       engine_kwargs: {weft: {timeout_s: 120}}
 
-verl makes one of these in every actor and every rollout process, and keeps them; every update goes through `prepare`
-(all processes), `build_topology` (the driver), `init_process_group` (all), then `send_weights` beside
-`receive_weights`, `finalize`. The controller lives with the driver, the only one that knows everybody, as long as the
-same processes take part. Actors send from memory that is kept, and rollouts receive into theirs; plan and connections
-serve all updates.
+verl creates one of these in every actor and every rollout process, and keeps them; every update goes through `prepare`
+(all processes), `build_topology` (the driver), `init_process_group` (all), then `send_weights` in parallel with
+`receive_weights`, `finalize`. The controller lives in the driver, the only process that knows all others, as long as
+the same processes take part. Actors send from memory that is kept, and rollouts receive into theirs; plan and
+connections serve all updates.
 
 verl hands out whole tensors on every actor rank, so rank 0 sends (`senders: all` lets all ranks send a part each). With
-`WeftManager` as `checkpoint_manager_class` actors send the shards they hold: nothing is gathered or copied.
+`WeftManager` as `checkpoint_manager_class`, actors send the shards they hold: nothing is gathered or copied.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ SPLIT_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One tensor that verl hands out, and how it travels: others than floating-point ones as 16-bit words."""
+    """One tensor that verl hands out, and how it travels: all but floating-point tensors as 16-bit words."""
 
     name: str
     dtype: torch.dtype
@@ -67,7 +67,7 @@ class Entry:
 
     @property
     def carrier(self) -> tuple[torch.dtype, tuple[int, ...]]:
-        """What it is on its way."""
+        """Its form in transit."""
         if self._is_carried:
             return self.dtype, self.shape
         return torch.float16, ((math.prod(self.shape) * self.dtype.itemsize + 1) // 2,)
@@ -80,7 +80,7 @@ class Entry:
         return torch.nn.functional.pad(as_bytes, (0, as_bytes.numel() % 2)).view(torch.float16)
 
     def unpack(self, carried: torch.Tensor | None) -> torch.Tensor:
-        """The tensor again; `None` travelled if it is empty."""
+        """The original tensor; `None` is what travels for an empty one."""
         if carried is None:
             return torch.empty(self.shape, dtype=self.dtype)
         if self._is_carried:
@@ -99,7 +99,7 @@ def _from_text(text: bytes) -> list[Entry]:
 
 
 class _RowSplit:
-    """Who sends which rows: decided tensor by tensor, and the same on all ranks."""
+    """Which rank sends which rows: decided tensor by tensor, identically on all ranks."""
 
     def __init__(self, num_senders: int) -> None:
         self._bytes = [0] * num_senders
@@ -117,12 +117,12 @@ class _RowSplit:
 
 @dataclass(frozen=True, slots=True)
 class _Session:
-    """A controller and those it was made for."""
+    """A controller and the processes it was made for."""
 
     members: tuple[str, ...]
     controller: Controller
     security: dict[str, Security | None]
-    """Of each side, for members on other hosts."""
+    """By side; for members on other hosts."""
 
 
 @dataclass(slots=True)
@@ -133,7 +133,7 @@ class _KeptState:
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
     parts: dict[str, Part] = field(default_factory=dict)
     ranges: tuple[tuple[int, int], ...] = ()
-    """Of a training engine that sends from its own parameters."""
+    """Memory of a training engine that sends from its own parameters."""
 
 
 @CheckpointEngineRegistry.register("weft")
@@ -142,7 +142,7 @@ class WeftCheckpointEngine(CheckpointEngine):
 
     wire_format = "named_tensors"
     _sessions: ClassVar[dict[str, _Session]] = {}
-    """In the driver: by the process of actor 0."""
+    """In the driver: keyed by the process of actor 0."""
 
     def __init__(
         self,
@@ -153,13 +153,13 @@ class WeftCheckpointEngine(CheckpointEngine):
         settings: Mapping[str, Any] | None = None,
         use_keys: bool = False,
     ) -> None:
-        """`bucket_size` is verl's; nothing is cut into buckets here."""
+        """`bucket_size` is verl's; nothing is split into buckets here."""
         if senders not in ("master", "all"):
-            raise ValueError(f"senders is `{senders}`; expected master or all")
+            raise ValueError(f"`senders` is `{senders}`, expected master or all")
         self._is_master, self._timeout_s = is_master, float(timeout_s)
         given = {"mode": "in_place", "silence_s": 30.0, "version_s": self._timeout_s, **dict(settings or {})}
         self._options = {"senders": senders, "use_keys": bool(use_keys), "settings": given}
-        self._home = self._uid = uuid.uuid4().hex  # the process; the member, another one after a failure
+        self._home = self._uid = uuid.uuid4().hex  # of the process; of the member, which changes after a failure
         self._node = ray.util.get_node_ip_address().strip("[]")
         self._store: TCPStore | None = None
         self._where: tuple[str, int] = ("", 0)
@@ -171,7 +171,7 @@ class WeftCheckpointEngine(CheckpointEngine):
         self._memory = _KeptState()
 
     def prepare(self) -> dict[str, Any]:
-        """Every process, before every update: who it is."""
+        """Every process, before every update: its identity."""
         if self._is_master and self._store is None:
             self._store = _new_store(self._node)
         return {
@@ -187,7 +187,7 @@ class WeftCheckpointEngine(CheckpointEngine):
     def build_topology(
         cls, actor_wg_world_size: int, rollout_world_size: int, metadata: list[dict[str, Any]]
     ) -> tuple[dict[str, list[Any]], dict[str, list[Any]]]:
-        """The driver, before every update: who takes part, and where the controller is."""
+        """The driver, before every update: which processes take part, and where the controller is."""
         master = metadata[0]
         num_senders = actor_wg_world_size if master["options"]["senders"] == "all" else 1
         members = tuple(m["uid"] for m in [*metadata[:num_senders], *metadata[actor_wg_world_size:]])
@@ -236,7 +236,7 @@ class WeftCheckpointEngine(CheckpointEngine):
         self._memory = _KeptState()
 
     def _start_over(self, epoch: str) -> None:
-        """After a failure: join as somebody else next time; unless verl has gone on without waiting for it."""
+        """After a failure: join as a new member next time, unless verl has gone on without waiting for it."""
         if self._epoch == epoch:
             self._forget()
             self._uid, self._epoch = uuid.uuid4().hex, ""
@@ -296,7 +296,7 @@ class WeftCheckpointEngine(CheckpointEngine):
             self._say_layout()
             self._sender = self._new_sender(weights)
         elif weights.ranges != self._memory.ranges:
-            hint = "keep the actor's parameters where they are (no param_offload), or do without WeftManager"
+            hint = "keep the actor's parameters where they are (no param_offload), or do not use WeftManager"
             raise LayoutError("the actor's parameters have moved since the last update", hint=hint)
 
     def _new_sender(self, weights: Any) -> Sender:
@@ -305,7 +305,7 @@ class WeftCheckpointEngine(CheckpointEngine):
         )
 
     def _say_layout(self) -> None:
-        """Rollouts do not know what verl hands out here."""
+        """Publish the layout: rollouts do not know what verl hands out here."""
         if self._store is not None:
             self._store.set(f"layout/{self._epoch}", _to_text(self._memory.entries))
 
@@ -314,7 +314,7 @@ class WeftCheckpointEngine(CheckpointEngine):
         for name, tensor in weights:
             entry, found = next(expected, None), Entry.of(name, tensor)
             if entry != found:
-                raise LayoutError(f"verl handed out {found} where it was {entry} before")
+                raise LayoutError(f"verl handed out {found}, expected {entry} as before")
             mine = self._memory.tensors.get(name)
             if mine is not None:
                 first = self._memory.parts[name].lo[0]
@@ -324,7 +324,7 @@ class WeftCheckpointEngine(CheckpointEngine):
             raise LayoutError(f"verl did not hand out {missing}")
 
     async def receive_weights(self, global_steps: int | None = None) -> AsyncGenerator[tuple[str, torch.Tensor], None]:
-        """Rollouts: all tensors, when all are here and verified."""
+        """Rollouts: all tensors, once all have arrived and are verified."""
         epoch = self._epoch
         try:
             if self._receiver is None:
@@ -332,7 +332,7 @@ class WeftCheckpointEngine(CheckpointEngine):
             assert self._receiver is not None
             version = await asyncio.to_thread(self._receiver.take, self._timeout_s)
             if version != self._version:
-                raise VersionError(f"version {version} came, {self._version} was meant")
+                raise VersionError(f"version {version} arrived, expected {self._version}")
         except BaseException:
             self._start_over(epoch)
             raise
@@ -343,7 +343,7 @@ class WeftCheckpointEngine(CheckpointEngine):
         store = TCPStore(*self._where, is_master=False, wait_for_workers=False)
         store.set_timeout(timedelta(seconds=self._timeout_s))
         memory = self._memory
-        memory.entries = _from_text(store.get(f"layout/{self._epoch}"))  # waits until actor 0 has said it
+        memory.entries = _from_text(store.get(f"layout/{self._epoch}"))  # waits until actor 0 has published it
         carriers = {entry.name: entry.carrier for entry in memory.entries}
         memory.tensors = {
             name: torch.empty(shape, dtype=dtype) for name, (dtype, shape) in carriers.items() if 0 not in shape
@@ -353,7 +353,7 @@ class WeftCheckpointEngine(CheckpointEngine):
 
 
 def _new_store(node: str) -> TCPStore:
-    """A store that listens on the node's own address only; torch's default is every one the host has."""
+    """A store that listens on the node's own address only; torch's default is all addresses of the host."""
     listening = socket.create_server((node, 0), family=socket.AF_INET6 if ":" in node else socket.AF_INET)
     port = listening.getsockname()[1]
     return TCPStore(node, port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach())
@@ -365,7 +365,7 @@ def _for_each(ranks: Sequence[int], common: Mapping[str, Any]) -> dict[str, list
 
 
 def _new_session(members: tuple[str, ...], num_senders: int, metadata: Sequence[Mapping[str, Any]]) -> _Session:
-    """A controller for these members; beyond this host only with keys, which travel with verl's own messages."""
+    """A controller for these members; across hosts only with keys, which travel in verl's own messages."""
     here = ray.util.get_node_ip_address().strip("[]")
     options = metadata[0]["options"]
     server: Security | None = None
@@ -389,7 +389,7 @@ def _new_session(members: tuple[str, ...], num_senders: int, metadata: Sequence[
 
 
 class WeftManager(CheckpointEngineManager):
-    """Lets actors send the shards they hold. With `senders: all`; parameters only, by the training module's names."""
+    """Lets actors send the shards they hold. Needs `senders: all`; parameters only, by the training module's names."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

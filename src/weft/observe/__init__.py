@@ -1,1 +1,1 @@
-"""What a person or a tool sees of plans and events: traces, pictures, reports."""
+"""Views of plans and events for people and tools: traces, pictures, reports."""

@@ -1,8 +1,8 @@
-"""The routing matrix as a picture: who sends how many bytes to whom.
+"""The routing matrix as a picture: bytes from each trainer to each engine rank.
 
 One row per trainer rank, one column per engine rank, colour by bytes; bars on the right show what each trainer sends,
-bars below what each engine receives. Thin lines separate hosts. SVG, or a self-contained HTML page where the pointer
-reads out single cells.
+bars below what each engine receives. Thin lines separate hosts. SVG, or a self-contained HTML page that shows the
+value of the cell under the pointer.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ _MAX_CELLS_WITH_TEXT = 32
 
 
 def write_picture(plan: Plan, path: Path) -> None:
-    """Write `.svg` or `.html`, by the file's ending."""
+    """Write `.svg` or `.html`, by the file's suffix."""
     if path.suffix not in (".svg", ".html"):
-        raise ConfigError(f"cannot draw `{path}`", hint="give a file that ends in .svg or .html")
+        raise ConfigError(f"`{path}` is neither .svg nor .html", hint="give a file that ends in one of them")
     picture = svg(plan)
     try:
         path.write_text(picture if path.suffix == ".svg" else _page(plan, picture))
     except OSError as error:
-        raise ConfigError(f"cannot write `{path}`: {error.strerror}") from error
+        raise ConfigError(f"`{path}` cannot be written: {error.strerror}") from error
 
 
 def svg(plan: Plan) -> str:

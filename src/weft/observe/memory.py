@@ -1,4 +1,4 @@
-"""How much memory this process has had."""
+"""The peak memory of this process."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from pathlib import Path
 
 
 def peak_rss_bytes() -> int:
-    """Most memory this process had since it began to run its program.
+    """Peak memory of this process since it started its program.
 
-    What `getrusage` says contains the process that started it, if that was larger.
+    `getrusage` would include the process that started it, if that was larger.
     """
     try:
         found = re.search(r"^VmHWM:\s+(\d+) kB$", Path("/proc/self/status").read_text(), flags=re.MULTILINE)

@@ -16,7 +16,7 @@ def write_trace(events: Sequence[Event], path: Path) -> int:
     try:
         path.write_text(json.dumps({"traceEvents": trace_events(events), "displayTimeUnit": "ms"}))
     except OSError as error:
-        raise ConfigError(f"cannot write `{path}`: {error.strerror}") from error
+        raise ConfigError(f"`{path}` cannot be written: {error.strerror}") from error
     return len(events)
 
 

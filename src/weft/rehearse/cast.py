@@ -1,4 +1,4 @@
-"""The processes of a rehearsal: started, asked, killed and replaced; gone at the end whatever happens."""
+"""The processes of a rehearsal: started, asked, killed and replaced; they always end with the rehearsal."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Cast:
             self._running.pop(number).process.join()
 
     def ask(self, method: str, numbers: Sequence[int] | None = None, **arguments: Any) -> list[Any]:
-        """Let processes do something together; what they answer."""
+        """Call a method in several processes at once; returns their answers."""
         asked = list(self._running) if numbers is None else numbers
         for number in asked:
             self._running[number].pipe.send((method, arguments))
@@ -79,12 +79,12 @@ class Cast:
         return values
 
     def watch(self, address: str) -> None:
-        """Begin to measure how long the controller is silent."""
+        """Start measuring how long the controller is silent."""
         self._probe = self._run(probe, address)
         self.longest_silence_s()
 
     def longest_silence_s(self) -> float:
-        """Since the last time."""
+        """Longest silence since the last call."""
         assert self._probe is not None
         pipe = self._probe.pipe
         pipe.send(None)

@@ -1,4 +1,4 @@
-"""Senders and receivers of a rehearsal: the real ones, but that nothing touches the weights.
+"""Senders and receivers of a rehearsal: the real ones, except that nothing touches the weights.
 
 They take part as if each had a GPU of the cluster that is rehearsed. Magnitudes of FP8 blocks are exchanged at their
 full size, all zero; Chunks are posted without being filled; what lands is digested to zero on both sides.
@@ -31,7 +31,7 @@ TURN_S = 600.0
 
 @dataclass(slots=True)
 class PartLog:
-    """What a member was told of the plan, and what it made of it."""
+    """The parts of the plan a member received, and how it compiled them."""
 
     num_plans: int = 0
     """Parts that were compiled."""
@@ -54,7 +54,7 @@ class PartLog:
 
 
 def rehearsed_place(topology: Topology, side: str, rank: int) -> Place:
-    """Where a member says it is: on its GPU of the cluster."""
+    """The place a member reports: its GPU of the cluster."""
     devices = topology.trainer_device if side == "trainer" else topology.engine_device
     host, number = divmod(int(devices[rank]), topology.host.devices)
     return Place(
@@ -68,7 +68,7 @@ def rehearsed_place(topology: Topology, side: str, rank: int) -> Place:
 
 
 class RehearsedSender(Sender):
-    """A trainer rank whose weights are not there. Members of one process compile one after the other (`turn`)."""
+    """A trainer rank without memory behind its weights. Members of one process compile one after the other (`turn`)."""
 
     def __init__(
         self, address: str, *, rank: int, weights: Weights, transport: CountingTransport, place: Place, turn: Any
@@ -92,7 +92,7 @@ class RehearsedSender(Sender):
 
 
 class RehearsedReceiver(Receiver):
-    """An engine rank whose weights are not there."""
+    """An engine rank without memory behind its weights."""
 
     def __init__(
         self, address: str, *, rank: int, weights: Weights, transport: CountingTransport, place: Place, turn: Any
@@ -117,7 +117,7 @@ class RehearsedReceiver(Receiver):
 
 
 class StillWork:
-    """Bulk work that is not done."""
+    """Device work that does nothing."""
 
     def synchronize(self) -> None:
         """Nothing is queued."""
@@ -154,7 +154,7 @@ class StillWork:
 
 
 def _keep_still(converter: Converter) -> None:
-    """Let a converter skip what reads weights, makes scales or fills Chunks; what it tells others keeps its size."""
+    """Make a converter skip reading weights, making scales and filling Chunks; its messages keep their size."""
     for name in ("find_amax", "agree", "fill"):
         setattr(converter, name, _do_nothing)
 

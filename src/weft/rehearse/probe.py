@@ -1,6 +1,6 @@
-"""A process that asks the controller for a sign of life again and again, and notes how long the answers take.
+"""A process that keeps asking the controller for a heartbeat and records how long the answers take.
 
-It is no member: the controller answers it as any process it does not know, after whatever else it is doing.
+It is not a member: the controller answers it like any unknown process, after its other work.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ SLICE_S = 0.5
 
 
 def probe(pipe: Connection, address: str) -> None:
-    """Until the pipe ends; whatever comes through it is answered by the longest silence since the last time."""
+    """Run until the pipe ends. Each message from it is answered with the longest silence since the last one."""
     longest_s = 0.0
     with Client(address, member="engine 0", messages=ToMember, protocol=PROTOCOL) as client:
         asked_at = 0.0

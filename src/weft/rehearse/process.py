@@ -30,7 +30,7 @@ Name = tuple[str, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TroupeSetup:
-    """What a process of members is told when it starts."""
+    """What a process of members receives at its start."""
 
     case: Case
     members: tuple[Name, ...]
@@ -56,7 +56,7 @@ class Troupe:
         self._failure: WeftError | None = None
         del sides, trainers, engines
         gc.collect()
-        gc.freeze()  # hundreds of thousands of shards that stay: collections need not look at them
+        gc.freeze()  # hundreds of thousands of shards that stay: collections can skip them
 
     def join(self, *, address: str) -> None:
         """Let all members join."""
@@ -77,7 +77,7 @@ class Troupe:
         self._engines.start()
 
     def wait_compiled(self, *, num_plans: int, timeout_s: float) -> list[dict[str, Any]]:
-        """Wait until every member has compiled so many parts; what each was shipped, and how long it took."""
+        """Wait until every member has compiled so many parts; returns what each was shipped, and the time it took."""
         deadline = time.monotonic() + timeout_s
         found = []
         members: list[RehearsedSender | RehearsedReceiver] = [*self.senders, *self.receivers]
@@ -92,7 +92,7 @@ class Troupe:
         return sorted(self._weights, key=lambda name: name[0] != "trainer")
 
     def publish(self, *, version: int, timeout_s: float) -> dict[str, int]:
-        """Publish a version on all trainers here and see it committed; what was counted for it."""
+        """Publish a version on all trainers here and wait for its commit; returns its counts."""
         before = self._counted()
         publications = [sender.publish(version=version) for sender in self.senders]
         for publication in publications:
@@ -114,11 +114,11 @@ class Troupe:
         }
 
     def peak_rss_bytes(self) -> int:
-        """Most memory this process had."""
+        """Peak memory of this process."""
         return peak_rss_bytes()
 
     def _step(self) -> None:
-        """The engines: all count steps by one clock, and commit where they agree."""
+        """The engines: all count steps by one clock, and commit at the agreed step."""
         try:
             while True:
                 time.sleep(STEP_S)
@@ -131,7 +131,7 @@ class Troupe:
 
 
 def serve(pipe: Connection, setup: TroupeSetup) -> None:
-    """The process: do what is asked until the pipe ends."""
+    """The process: answer requests until the pipe ends."""
     try:
         troupe = Troupe(setup)
         pipe.send((True, None))
@@ -142,7 +142,7 @@ def serve(pipe: Connection, setup: TroupeSetup) -> None:
         method, arguments = asked
         try:
             pipe.send((True, getattr(troupe, method)(**arguments)))
-        except Exception as error:  # who asked decides what it means
+        except Exception as error:  # the caller decides what it means
             pipe.send((False, f"{type(error).__name__}: {error}"))
 
 

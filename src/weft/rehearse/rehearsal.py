@@ -29,7 +29,7 @@ IDLE_S = 2.0
 LOOK_S = 0.02
 SILENCE_S = 5.0
 SHARING_S = 0.1
-"""Longer silence that each member is granted because all of them share this machine; the controller is not."""
+"""Longer silence that each member is allowed because all share this machine; the controller is not."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,12 +52,12 @@ class RehearsalReport:
     max_shipped_bytes: int
     """Of the member that was sent most."""
     longest_silence_s: float
-    """The longest a process waited for a sign of life of the controller."""
+    """The longest time a process waited for a heartbeat of the controller."""
     num_versions: int
     version_s: float
-    """From the first trainer's wish to write until the last engine had committed, of the last version."""
+    """From the first trainer's request to write until the last engine's commit, of the last version."""
     magnitude_bytes: int
-    """Magnitudes of FP8 blocks that trainers told each other for a version."""
+    """Magnitudes of FP8 blocks that trainers exchanged for a version."""
     controller_cpu_ms_per_version: float
     """Of its whole process, heartbeats not counted."""
     heartbeat_cpu_share: float
@@ -67,10 +67,10 @@ class RehearsalReport:
     bytes_per_version: int
     controller_rss_bytes: int
     peak_rss_bytes: int
-    """Most memory of each process, added up."""
+    """Sum of the peak memory of all processes."""
     num_killed: int = 0
     noticed_s: float = 0.0
-    """From the loss of members until the controller knew of all."""
+    """From the loss of members until the controller had noticed all."""
     returned_s: float = 0.0
     """From their return until all members had a plan again."""
     is_plan_kept: bool = True
@@ -90,7 +90,7 @@ def rehearse(
     members: list[Name] = [("trainer", rank) for rank in range(ranks.num_trainers)]
     members += [("engine", rank) for rank in range(ranks.num_engine_ranks)]
     if num_killed > len(members) // 2:
-        raise ConfigError(f"{num_killed} of {len(members)} members are to be lost", hint="at most half of them")
+        raise ConfigError(f"{num_killed} of {len(members)} members cannot be killed", hint="kill at most half of them")
     raise_file_limit()
     victims = [members[len(members) * number // num_killed] for number in range(num_killed)]
     others = [member for member in members if member not in victims]
@@ -143,16 +143,16 @@ class _Rehearsal:
         return RehearsalReport(**self._facts, controller_rss_bytes=own, peak_rss_bytes=own + sum(peaks))
 
     def _plan(self) -> None:
-        """Let everybody join, and compile its part."""
-        self._say("members join")
+        """Let all members join and compile their parts."""
+        self._say("members are joining")
         began = time.monotonic()
         self._cast.ask("join", address=self._controller.address)
         self._wait(lambda: len(self._controller.statistics().members) == self._num_members)
         self._facts["joined_s"] = time.monotonic() - began
-        self._say("the controller plans")
+        self._say("the controller is planning")
         if not self._controller.wait_planned(PLANNED_S):
             raise TransferTimeout(f"no plan after {PLANNED_S:.0f} s")
-        self._say("members compile")
+        self._say("members are compiling")
         found = [log for logs in self._cast.ask("wait_compiled", num_plans=1, timeout_s=PLANNED_S) for log in logs]
         known = self._controller.statistics()
         self._facts |= {
@@ -165,7 +165,7 @@ class _Rehearsal:
         }
 
     def _publish(self, num_versions: int) -> None:
-        """Commit versions; the first one is not counted in, because trainers name their blocks in it."""
+        """Commit versions; the first one is not counted, because trainers name their blocks in it."""
         self._say("versions")
         beat_s, share = self._heartbeat_cost()
         self._commit(0)
@@ -187,27 +187,27 @@ class _Rehearsal:
         }
 
     def _heartbeat_cost(self) -> tuple[float, float]:
-        """Processor time of a heartbeat, and of a second in which members only beat."""
+        """CPU time of a heartbeat, and of a second in which members send only heartbeats."""
         num_beats, used = self._controller.statistics().num_beats, time.process_time()
         time.sleep(IDLE_S)
         used = time.process_time() - used
         return used / max(self._controller.statistics().num_beats - num_beats, 1), used / IDLE_S
 
     def _commit(self, version: int) -> int:
-        """A version, everywhere; returns the writes that were counted."""
+        """Commit a version everywhere; returns the counted writes."""
         counted = self._cast.ask("publish", version=version, timeout_s=VERSION_S)
         return sum(count["num_writes"] for count in counted)
 
     def _lose_and_return(self, num_versions: int) -> None:
         """Kill members, let new processes take their places, and commit one more version."""
-        self._say(f"{len(self._victims)} members are killed")
+        self._say(f"killing {len(self._victims)} members")
         controller = self._controller
         num_plans = controller.statistics().num_plans
         began = time.monotonic()
         self._cast.kill(self._victims)
         self._wait(lambda: len(controller.statistics().lost) == len(self._victims))
         noticed_s = time.monotonic() - began
-        self._say("they return")
+        self._say("they are rejoining")
         self._cast.start(self._victims)
         began = time.monotonic()
         self._cast.ask("join", self._victims, address=controller.address)
@@ -227,5 +227,5 @@ class _Rehearsal:
         deadline = time.monotonic() + PLANNED_S
         while not reached():
             if time.monotonic() > deadline:
-                raise TransferTimeout(f"members are not there after {PLANNED_S:.0f} s")
+                raise TransferTimeout(f"the controller has not seen every join or loss after {PLANNED_S:.0f} s")
             time.sleep(LOOK_S)

@@ -1,7 +1,7 @@
 """A transport that counts writes instead of moving bytes, between the processes of a rehearsal.
 
-It goes by the name of a real one that takes descriptors, so that the controller plans as for that. Rows are checked
-against registered memory as everywhere; what would have landed is counted on a board all processes share.
+It has the name of a real one that takes descriptors, so that the controller plans for that one. Rows are checked
+against registered memory as everywhere; what would have landed is counted on a board that all processes share.
 """
 
 from __future__ import annotations
@@ -54,10 +54,10 @@ class Board:
         return np.memmap(self.path, dtype=np.int64, mode="r+", shape=self._shape)
 
     def row(self, member: str) -> int:
-        """Which row of the cells belongs to a member."""
+        """The row of cells of a member."""
         named = MemberId.parse(member)
         if named is None:
-            raise TransportError(f"`{member}` is not a member")
+            raise TransportError(f"unknown member `{member}`")
         return named.rank + (self.num_trainers if named.side == "engine" else 0)
 
 
@@ -67,7 +67,7 @@ class _Peer:
     ranges: Ranges = field(default_factory=Ranges)
 
     def close(self) -> None:
-        """Nothing to let go of."""
+        """Nothing to release."""
 
 
 class CountingTransport(Transport[_Peer]):

@@ -25,7 +25,7 @@ Box = tuple[Tensor, tuple[str, ...], tuple[int, ...], tuple[int, ...]]
 
 
 class TrainerWeights:
-    """Of any trainer of a case."""
+    """Weights of any trainer of a case."""
 
     def __init__(self, sides: Sides) -> None:
         self._layout = sides.trainer
@@ -44,7 +44,7 @@ class TrainerWeights:
 
 
 class EngineWeights:
-    """Of any engine rank of a case."""
+    """Weights of any engine rank of a case."""
 
     def __init__(self, sides: Sides) -> None:
         self._boxes = EngineBoxes(sides.recipe, {tensor.name: tensor.shape for tensor in sides.trainer.tensors})
@@ -55,7 +55,7 @@ class EngineWeights:
 
 
 def _reserved(boxes: Sequence[Box]) -> Weights:
-    """Boxes one after the other, at addresses that have no memory."""
+    """Boxes one after the other, at addresses without memory."""
     sizes = [prod(extent) * DTYPE_BYTES[tensor.dtype] for tensor, _, _, extent in boxes]
     room: Ints = aligned(np.array(sizes, dtype=np.int64))
     memory = Reserved(int(room.sum()))

@@ -1,1 +1,1 @@
-"""The running system: members, their control plane and the life of a version."""
+"""The running system: members, their control plane and the life cycle of a version."""

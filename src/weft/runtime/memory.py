@@ -1,4 +1,4 @@
-"""Memory of a member's own: on its device, or on the host where its device reaches it."""
+"""A member's own memory: on its device, or on the host where its device can reach it."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ def own_memory(device: str, num_bytes: int, *, on_host: bool = False) -> Memory:
 
 
 class Placeholder:
-    """Memory that is held for later. `num_bytes` as asked for."""
+    """Memory held for later. `num_bytes` as requested."""
 
     def __init__(self, num_bytes: int, free: Callable[[], None]) -> None:
         self.num_bytes = num_bytes
         self._free = weakref.finalize(self, free)
-        self._free.atexit = False  # the device takes everything back by itself then
+        self._free.atexit = False  # at exit the device reclaims everything anyway
 
     def free(self) -> None:
-        """Give it back to the device."""
+        """Return it to the device."""
         self._free()
 
 

@@ -30,7 +30,7 @@ class OpenTransports:
             self._open[given.capabilities.name] = given
 
     def place(self, *, shareable: bool) -> Place:
-        """What the controller should know to choose from."""
+        """What the controller needs to know to choose."""
         place = place_here(self._device, shareable=shareable)
         if self._given is None:
             return place
@@ -40,7 +40,7 @@ class OpenTransports:
         """Open what is not open yet."""
         if settings.compression is not CompressionPolicy.NONE and self._device != CPU:
             raise ConfigError(
-                f"{self._member} has its weights on {self._device}, but patches are compressed in CPU memory only",
+                f"{self._member} has its weights on {self._device}, but patches can be compressed in CPU memory only",
                 hint="set compression to `none`",
             )
         for name in names:
@@ -56,7 +56,7 @@ class OpenTransports:
                 )
 
     def offers(self, ranges: Iterable[tuple[int, int]]) -> dict[str, Offer]:
-        """Register ranges of memory with every open transport, once; how others reach them."""
+        """Register ranges of memory with every open transport, once; returns how others reach them."""
         wanted = sorted(set(ranges))
         for name, transport in self._open.items():
             fresh = [known for known in wanted if (name, *known) not in self._descriptors]
@@ -68,7 +68,7 @@ class OpenTransports:
         }
 
     def allocate(self, num_bytes: int) -> Memory:
-        """Memory all open transports can write into: what `shm` allocates suits every one for CPU memory."""
+        """Memory all open transports can write into: what `shm` allocates suits all transports for CPU memory."""
         chosen = self._open.get("shm") or next(iter(self._open.values()))
         return chosen.allocate(num_bytes)
 
@@ -79,11 +79,11 @@ class OpenTransports:
 
     @property
     def has_cut(self) -> bool:
-        """Whether a transport was torn down because a peer did not take what was written."""
+        """Whether a transport was torn down because a peer did not accept a write."""
         return any(transport.cut_peers for transport in self._open.values())
 
     def close_cut(self) -> dict[str, frozenset[str]]:
-        """Close and forget transports that were torn down; returns those, with the peers that made it necessary."""
+        """Close and forget transports that were torn down; returns them, with the peers that made it necessary."""
         cut = {name: transport.cut_peers for name, transport in self._open.items() if transport.cut_peers}
         for name in cut:
             self._open.pop(name).close()
@@ -94,7 +94,7 @@ class OpenTransports:
         return self._open[name]
 
     def close_all(self) -> list[Transport[Any]]:
-        """Close and forget every transport; returns them, for those who must keep what others could still reach."""
+        """Close and forget every transport; returns them, for callers that must keep what others could still reach."""
         closed = list(self._open.values())
         for transport in closed:
             transport.close()

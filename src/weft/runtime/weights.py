@@ -28,15 +28,18 @@ _DTYPES = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16", "float8_e4m
 class Part:
     """Which box of a tensor an array is: the tensor's whole shape, and where the array begins in it.
 
-    A fused parameter is several boxes of other tensors; each says of which, how large, and where it lies.
+    A fused parameter is several boxes of other tensors; each says of which tensor, how large, and where it lies.
+
+    >>> rows = np.zeros((2, 4), np.float32)                      # the last two of eight rows
+    >>> weights = Weights.from_arrays({"w": rows}, parts={"w": Part(shape=(8, 4), lo=(6, 0))})
     """
 
     shape: tuple[int, ...]
     lo: tuple[int, ...]
     source: str = ""
-    """The tensor, where it is not called like the parameter."""
+    """The tensor, if its name differs from the parameter's."""
     extent: tuple[int, ...] | None = None
-    """Size of the box, where it is not the whole parameter."""
+    """Size of the box, if it is not the whole parameter."""
     at: tuple[int, ...] | None = None
     """Where in the parameter the box begins, if not at its beginning."""
 
@@ -68,7 +71,12 @@ Allocate = Callable[[int], Memory]
 
 @dataclass(frozen=True)
 class Weights:
-    """All shards of one member; keeps their memory alive."""
+    """All shards of one member; keeps their memory alive.
+
+    >>> weights = Weights.from_arrays({"w": np.zeros((8, 4), np.float32)})
+    >>> [(held.tensor.name, held.extent) for held in weights.held]
+    [('w', (8, 4))]
+    """
 
     held: tuple[Held, ...]
     ranges: tuple[tuple[int, int], ...]
@@ -77,7 +85,7 @@ class Weights:
     keep: Any = None
     device: str = CPU
     rehome: Callable[[Allocate], Weights] | None = None
-    """Moves the weights into other memory without their owner noticing; None where that is not possible."""
+    """Moves the weights into other memory without their owner noticing; None if that is not possible."""
 
     @classmethod
     def from_arrays(cls, arrays: Mapping[str, NDArray[Any]], *, parts: Mapping[str, Part] | None = None) -> Weights:
@@ -113,7 +121,7 @@ class Weights:
 
     @property
     def shards(self) -> HeldColumns:
-        """The shards, as the controller gets to know them."""
+        """The shards, as reported to the controller."""
         return self.table.packed()
 
     @property
@@ -123,7 +131,7 @@ class Weights:
 
 
 class _ArrayKinds:
-    """Describes arrays; what those of one kind have in common is looked at once."""
+    """Describes arrays; what arrays of one kind share is computed once."""
 
     def __init__(self) -> None:
         self._known: dict[tuple[Any, ...], tuple[str, tuple[int, ...]]] = {}
@@ -145,7 +153,7 @@ class _ArrayKinds:
 
 
 def _dtype_and_strides(name: str, array: NDArray[Any]) -> tuple[str, tuple[int, ...]]:
-    """Weft's name of an array's dtype, and its strides in elements."""
+    """Weft's name for an array's dtype, and its strides in elements."""
     if array.dtype.name not in _DTYPES:
         raise LayoutError(f"`{name}` is {array.dtype.name}", hint=f"use one of {', '.join(_DTYPES)}")
     size = array.dtype.itemsize

@@ -121,5 +121,5 @@ class GatherCosts:
 
     @property
     def prepare_s(self) -> float:
-        """Work of one rank's own, without waiting and transfer."""
+        """A rank's own work, without waiting and transfer."""
         return self.h2d_s + self.full_tensor_s + self.fuse_s + self.quantize_s + self.submit_s

@@ -1,4 +1,4 @@
-"""How many bytes a delta needs, and how many its application touches, from the fraction of elements that changed.
+"""The size of a delta, and the bytes touched to apply it, from the fraction of elements that changed.
 
 Positions of n changes among N elements carry H(p)/p bits per change (p = n/N, H the binary entropy); a good gap coder
 comes close to that. Values add a constant number of bits. Published encodings with fixed fields are modelled as such.

@@ -1,7 +1,7 @@
 """Models of other systems, for validation and comparison: what they do, with the same plan and the same network.
 
 - `gather_and_write`: Perplexity / Chen. Mesh groups one after the other (everything but experts, then experts); every
-  rank of a mesh assembles full tensors with a collective, converts, and writes what it was given to send.
+  rank of a mesh assembles full tensors with a collective, converts, and writes what it was assigned.
 - `wire_limit_s`: line-rate limits, with pipeline stages together or one after the other (vLLM sharded_rdt).
 - `replica_and_write`: LMSYS / miles. Gather, load into a CPU engine replica tensor by tensor, write; once per distinct
   engine rank a source serves.
@@ -222,6 +222,6 @@ def _wire_bytes(model: Model, dtype: str) -> float:
 
 
 def _num_sent_tensors(model: Model, dtype: str) -> int:
-    """Checkpoint tensors a loader sees; FP8 ones come with a scale each."""
+    """Checkpoint tensors a loader sees; each FP8 tensor comes with a scale."""
     scales = sum(tensor.quantized for tensor in model.policy_tensors) if dtype == "fp8-block128" else 0
     return len(model.policy_tensors) + scales

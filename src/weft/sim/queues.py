@@ -5,9 +5,9 @@ a link, a host's limit. Stages work on whole Chunks, one after the other. Then t
 of packets. The network works cut-through: a packet reaches its next resource when the one before has begun with it, so
 all resources on its way work on it together, each for its own time. A Chunk has arrived with the last of its packets.
 
-Nothing is reserved ahead: a resource is idle only while nothing waits for it. Of what waits it takes the packet that is
-due first, and a packet is due when its stream would be there if all streams were to end together. So streams share a
-resource in proportion to what they have to carry, and none is left over when the others are done.
+Nothing is reserved ahead: a resource is idle only while nothing waits for it. It takes the waiting packet that is due
+first; a packet is due when its stream would reach it if all streams ended together. So streams share a resource in
+proportion to what they carry, and none is left over when the others are done.
 
 A sender has a number of slots. A Chunk takes one before its first stop and gives it back when it has arrived.
 
@@ -28,7 +28,7 @@ from weft.core.geometry.boxes import Ints
 
 Floats = NDArray[np.float64]
 _SLOT_FREE, _ARRIVAL, _RESOURCE_FREE = range(3)
-"""Kinds of events; of those at the same time, in this order."""
+"""Kinds of events; at the same time they are handled in this order."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,9 +40,9 @@ class Journeys:
     phase: Ints
     """Of each Chunk: it starts when the phase is open."""
     due: Floats
-    """Of each Chunk: which part of its stream goes before its first packet."""
+    """Of each Chunk: the fraction of its stream before its first packet."""
     share: Floats
-    """Of each Chunk: which part of its stream it is."""
+    """Of each Chunk: the fraction of its stream it makes up."""
     latency_s: Floats
     """Of each Chunk: from the end of its last stop to its arrival."""
     first: Ints
@@ -178,7 +178,7 @@ class _Loop:
             self._open_phases()
 
     def _open_phases(self) -> None:
-        """Open every phase that waits for nothing any more."""
+        """Open every phase that no longer waits for anything."""
         while self._open_phase + 1 < len(self._gates) and not self._gates[self._open_phase]:
             self._open_phase += 1
         self._open_s = [max(open_s, self._gate_s) for open_s in self._open_s]

@@ -1,10 +1,10 @@
-"""The transport contract: what every way of moving bytes offers, and what is done once for all of them.
+"""The transport contract: what every transport offers, and what is implemented once for all of them.
 
 A member registers memory and gets two things: a Handle, which never leaves the process, and a Descriptor, which
 travels to the members that may write there. Writers connect to an Endpoint, prepare a Batch of rows (source address,
 destination address, length) once per plan and post it for every version. Writes are one-sided: the target runs no
-code for them. It learns of them by counters only: `arrived(tag, writer)` is the number of bytes one writer has landed
-under a tag. Bytes of one batch are counted in the order of its rows; no order is assumed between batches.
+code for them. It learns of them from counters only: `arrived(tag, writer)` is the number of bytes one writer has
+landed under a tag. Bytes of one batch are counted in the order of its rows; no order is assumed between batches.
 
     handle, descriptor = receiver.register(address, num_bytes)
     peer = sender.connect(receiver.endpoint, [descriptor])
@@ -12,8 +12,8 @@ under a tag. Bytes of one batch are counted in the order of its rows; no order i
     sender.post(batch, tag=7).wait(timeout_s=5.0)          # Written(num_bytes=…, digest=…)
     receiver.arrived(7, writer=0)
 
-Destination addresses are those of the target's own address space. Every row is checked against the registered ranges
-of both sides when a batch is prepared, so that a wrong plan cannot write elsewhere.
+Destination addresses are in the target's own address space. Every row is checked against the registered ranges of
+both sides when a batch is prepared, so a wrong plan cannot write elsewhere.
 """
 
 from __future__ import annotations
@@ -75,16 +75,16 @@ def _cannot_be_given_up() -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class Memory:
-    """Memory that may be a destination; kept alive by whoever holds this."""
+    """Memory that may be a destination; it stays alive as long as this object."""
 
     address: int
     num_bytes: int
     keep: Any = None
     buffer: Any = None
-    """The memory as an object, where arrays can be made of it; it stays mapped while they use it."""
+    """The memory as an object that arrays can be made of; it stays mapped while they use it."""
     give_up: Callable[[], bool] = _cannot_be_given_up
     """Frees the memory while a lost writer may still know its address: late writes reach nothing. The addresses stay
-    reserved as long as this object is held. False, and nothing happens, where the device cannot do that."""
+    reserved as long as this object is held. Returns False, and does nothing, where the device does not support it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,11 +97,11 @@ class Batch:
     """As the transport writes them: mapped into this process, or in the peer's address space."""
     length: Column
     position: Column | None = None
-    """Where each row lies in the digest's space; None: not digested."""
+    """Position of each row in the digest's space; None: not digested."""
     digested: Planes | None = None
-    """What is digested, where parts of a row lie in different places of the digest's space."""
+    """What is digested, where parts of a row have different positions in the digest's space."""
     num_writes: int = 0
-    """Rows that were asked for; a transport may cut them further."""
+    """Rows that were requested; a transport may split them further."""
     num_bytes: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -115,7 +115,7 @@ class Batch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WriteResult:
-    """What a batch came to."""
+    """The result of writing a batch."""
 
     num_bytes: int
     digest: int
@@ -123,15 +123,15 @@ class WriteResult:
 
 
 class Posted(Protocol):
-    """What an outstanding write is about."""
+    """What an outstanding write writes, and to which peer."""
 
     @property
     def peer(self) -> str:
-        """Who it is written to."""
+        """The member it is written to."""
 
     @property
     def num_bytes(self) -> int:
-        """All bytes of it."""
+        """Total bytes."""
 
 
 class Ticket:
@@ -141,23 +141,23 @@ class Ticket:
         self._future, self._batch, self._tag, self._cancelled = future, batch, tag, cancelled
 
     def cancel(self) -> None:
-        """Stop writing as soon as possible; `wait` then raises TransportError, unless it was done already."""
+        """Stop writing as soon as possible; `wait` then raises TransportError, unless the write was already done."""
         self._cancelled.set()
 
     @property
     def done(self) -> bool:
-        """Whether it has ended, well or not; `wait` tells which."""
+        """Whether it has ended, successfully or not; `wait` tells which."""
         return self._future.done()
 
     def wait(self, timeout_s: float = 60.0) -> WriteResult:
-        """What was written. Raises what went wrong, or TransferTimeout."""
+        """What was written. Raises the write's error, or TransferTimeout."""
         try:
             return self._future.result(timeout=timeout_s)
         except FutureTimeout:
             raise TransferTimeout(
                 f"writing {self._batch.num_bytes} bytes to {self._batch.peer} (tag {self._tag}) did not finish in "
                 f"{timeout_s:.1f} s",
-                hint="the peer may be stalled; the version it belongs to must be aborted",
+                hint="the peer may be stalled; abort the version this write belongs to",
             ) from None
         except WeftError:
             raise
@@ -174,9 +174,9 @@ class Ranges:
         self._sorted: tuple[Column, Column] | None = None
 
     def add(self, address: int, num_bytes: int, *, shift: int = 0) -> None:
-        """Register a range; the same range may be registered several times.
+        """Register a range; the same range may be registered more than once.
 
-        `shift`: how far from there the same bytes are mapped in this process.
+        `shift`: offset from there to where the same bytes are mapped in this process.
         """
         self._ranges[address, num_bytes] = self._ranges.get((address, num_bytes), 0) + 1
         self._shift[address] = shift
@@ -203,11 +203,11 @@ class Ranges:
         return (address, num_bytes) in self._ranges
 
     def are_among(self, other: Ranges) -> bool:
-        """Whether all of these are registered there, too."""
+        """Whether all of these are also registered there."""
         return self._ranges.keys() <= other._ranges.keys()
 
     def find(self, address: Column, length: Column, *, whose: str) -> NDArray[np.int64]:
-        """For every row the number of a range (sorted by address) that contains it; raises if there is none."""
+        """For every row, the number of a range (sorted by address) that contains it; raises if there is none."""
         starts, ends = self.columns()
         before = np.searchsorted(starts, address, side="right").astype(np.int64) - 1
         inside, at = before >= 0, before
@@ -226,7 +226,7 @@ class Ranges:
         return at
 
     def columns(self) -> tuple[Column, Column]:
-        """Starts and ends, sorted; of ranges that start together the longest counts."""
+        """Starts and ends, sorted; of ranges with the same start, the longest counts."""
         if self._sorted is None:
             ranges = np.array(list(self._ranges), dtype=np.uint64).reshape(-1, 2)
             address, num_bytes = ranges[np.lexsort((ranges[:, 1], ranges[:, 0]))].T
@@ -235,7 +235,7 @@ class Ranges:
         return self._sorted
 
     def shifts(self) -> NDArray[np.int64]:
-        """How far away each range is mapped in this process, in the order of `columns`."""
+        """Offset at which each range is mapped in this process, in the order of `columns`."""
         return np.array([self._shift[start] for start in self.columns()[0].tolist()], dtype=np.int64)
 
 
@@ -252,12 +252,12 @@ AnyPeer = TypeVar("AnyPeer", bound=Peer)
 
 
 class Transport(abc.ABC, Generic[AnyPeer]):
-    """One member's side of a way to move bytes. Thread-safe for `arrived`; the rest is for one owner."""
+    """One member's side of a transport. Only `arrived` is thread-safe; the rest is for a single owner."""
 
     capabilities: Capabilities
 
     def __init__(self, member: str, *, writer: int = 0, num_threads: int = 1) -> None:
-        """`writer` is this member's number among all that write to the same targets."""
+        """`writer` is this member's number among all writers to the same targets."""
         if not 0 <= writer < MAX_WRITERS:
             raise TransportError(f"writer number {writer} is out of range", hint=f"0 to {MAX_WRITERS - 1}")
         self.member = member
@@ -268,8 +268,8 @@ class Transport(abc.ABC, Generic[AnyPeer]):
         self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"weft-{self.capabilities.name}")
         self._closed = False
         self.cut_peers: frozenset[str] = frozenset()
-        """Peers that did not take what was written until this side was torn down. It has to be closed then, and what
-        was under way to them may still land there."""
+        """Peers that did not accept a write, so that this side had to be torn down. It must then be closed, and what
+        was in flight to these peers may still land there."""
 
     @property
     @abc.abstractmethod
@@ -277,7 +277,7 @@ class Transport(abc.ABC, Generic[AnyPeer]):
         """Where others reach this member."""
 
     def allocate(self, num_bytes: int) -> Memory:
-        """Memory this transport can write into best; ordinary memory, unless a transport needs more."""
+        """Memory this transport writes into best; ordinary memory, unless a transport needs another kind."""
         self._check_open()
         return ordinary_memory(num_bytes)
 
@@ -293,7 +293,7 @@ class Transport(abc.ABC, Generic[AnyPeer]):
         return [self.register(address, num_bytes)[1] for address, num_bytes in ranges]
 
     def register_source(self, address: int, num_bytes: int) -> Handle:
-        """Allow writes from this memory only; it may be host memory, where the transport is for a device's."""
+        """Allow writes from this memory only; it may be host memory even where the transport is for device memory."""
         self._check_range(address, num_bytes)
         self._registered.add(address, num_bytes)
         return Handle(address=address, num_bytes=num_bytes)
@@ -305,10 +305,10 @@ class Transport(abc.ABC, Generic[AnyPeer]):
     def _check_range(self, address: int, num_bytes: int) -> None:
         self._check_open()
         if num_bytes <= 0 or address <= 0:
-            raise RegistrationError(f"cannot register {num_bytes} bytes at {address:#x}")
+            raise RegistrationError(f"memory of {num_bytes} bytes at {address:#x} cannot be registered")
 
     def deregister(self, handle: Handle) -> None:
-        """Undo a registration; batches prepared from it must not be posted any more."""
+        """Undo a registration; batches prepared from it must no longer be posted."""
         self._registered.remove(handle.address, handle.num_bytes)
 
     @abc.abstractmethod
@@ -318,12 +318,12 @@ class Transport(abc.ABC, Generic[AnyPeer]):
     def connect(self, endpoint: Endpoint, descriptors: Sequence[Descriptor]) -> str:
         """Make a peer's memory writable from here; returns the peer's name. Raises PeerLost if it is gone.
 
-        Connecting again replaces what was known, which is how a peer that was restarted is reached.
+        Connecting again replaces what was known; this is how a restarted peer is reached.
         """
         self._check_open()
         wrong = {endpoint.transport, *(part.transport for part in descriptors)} - {self.capabilities.name}
         if wrong:
-            raise TransportError(f"{endpoint.member} speaks {wrong.pop()}, not {self.capabilities.name}")
+            raise TransportError(f"{endpoint.member} uses transport {wrong.pop()}, expected {self.capabilities.name}")
         try:
             peer = self._open(endpoint, descriptors)
         except (msgspec.DecodeError, ValueError, OverflowError, OSError) as error:
@@ -358,8 +358,8 @@ class Transport(abc.ABC, Generic[AnyPeer]):
     ) -> Batch:
         """Check and translate rows; raises RegistrationError for a row outside registered memory of either side.
 
-        With `position` the bytes are digested on the way; positions are places in the digest's space. `digested` says
-        what is, where rows consist of parts with places of their own.
+        With `position` the bytes are digested on the way, at these positions in the digest's space. `digested` says
+        what is digested, where rows consist of parts with positions of their own.
         """
         known = self._known(peer)
         self._registered.find(src, length, whose=self.member)
@@ -384,12 +384,12 @@ class Transport(abc.ABC, Generic[AnyPeer]):
             raise TransportError(f"tag {tag} is out of range", hint=f"1 to {MAX_TAG}")
 
     def post_all(self, batches: Sequence[Batch], tag: int) -> list[Ticket]:
-        """Start writing batches to several peers; a transport may mix them where that is faster."""
+        """Start writing batches to several peers; a transport may interleave them where that is faster."""
         return [self.post(batch, tag) for batch in batches]
 
     @abc.abstractmethod
     def _write(self, batch: Batch, tag: int, cancelled: threading.Event) -> WriteResult:
-        """Write now; runs on the writer thread."""
+        """Write; runs on the writer thread."""
 
     @abc.abstractmethod
     def arrived(self, tag: int, *, writer: int) -> int:
@@ -400,7 +400,7 @@ class Transport(abc.ABC, Generic[AnyPeer]):
         """Count from zero again; only while no connected peer is writing."""
 
     def credit(self, peer: str, tag: int, num_bytes: int) -> None:
-        """Count bytes as arrived at a peer, without writing any: a window has room for so many more."""
+        """Count bytes as arrived at a peer without writing any: a window has room for that many more."""
         raise TransportError(f"the {self.capabilities.name} transport of {self.member} cannot return credits to {peer}")
 
     def wait_arrived(self, tag: int, num_bytes: int, *, writer: int, timeout_s: float = 60.0) -> None:
@@ -421,7 +421,7 @@ class Transport(abc.ABC, Generic[AnyPeer]):
             self._release()
 
     def _release(self) -> None:
-        """Give back what the transport holds beside its peers."""
+        """Release what the transport holds besides its peers."""
 
     def _check_open(self) -> None:
         if self._closed:
@@ -458,7 +458,7 @@ def cut_rows(batch: Batch, piece_bytes: int) -> Batch:
 
 
 def split_batch(batch: Batch, chunk_bytes: int) -> list[Batch]:
-    """A batch as consecutive chunks of about that size; rows are cut where needed."""
+    """A batch as consecutive chunks of about that size; rows are split where needed."""
     rows = cut_rows(batch, chunk_bytes)
     ends = np.cumsum(rows.length)
     number = (ends - np.uint64(1)) // np.uint64(chunk_bytes)
@@ -477,7 +477,7 @@ def split_batch(batch: Batch, chunk_bytes: int) -> list[Batch]:
 
 
 def digest_of(batch: Batch, work: DeviceWork, num_threads: int = 1) -> int:
-    """Digest of what a batch reads; 0 where none is wanted."""
+    """Digest of what a batch reads; 0 if the batch is not digested."""
     if batch.digested is not None:
         return work.digest_planes(batch.digested, num_threads=num_threads)
     if batch.position is not None:

@@ -1,4 +1,4 @@
-"""What each transport can do. Said here only: the registry chooses by it, transports carry their row."""
+"""What each transport can do. This is the only place: the registry chooses by it, transports carry their row."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ class Capabilities:
 
     name: str
     one_host: bool = False
-    """Only between processes of one host."""
+    """Works only between processes of one host."""
     any_memory: bool = True
     """Ordinary memory can be a destination; otherwise it must come from `allocate`."""
     needs_target_cpu: bool = False
-    """Whether the target must run code for writes to land."""
+    """Whether the target must run code for a write to land."""
     memory: frozenset[str] = _CPU
     """Kinds of memory it moves between: `cpu`, `cuda`."""
     is_mapped: bool = False

@@ -1,7 +1,7 @@
-"""What transports that copy by themselves share: a batch is written chunk by chunk, each counted as it lands.
+"""Base of transports that do their own copying: a batch is written chunk by chunk, each counted as it lands.
 
 Chunks are small enough for the digest to find its bytes in the cache, and let receivers verify the first ones while the
-rest is still on its way. Between chunks a writer looks whether its peer lives and whether it should stop.
+rest is still in flight. Between chunks a writer checks whether its peer is alive and whether it should stop.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class ChunkedTransport(Transport[AnyPeer]):
         )
 
     def _locate(self, peer: AnyPeer, batch: Batch, at: NDArray[np.int64]) -> Batch:
-        """The batch with destinations as `_write_chunk` needs them."""
+        """The batch with its destinations as `_write_chunk` needs them."""
         del peer, at
         return batch
 
@@ -71,7 +71,7 @@ class ChunkedTransport(Transport[AnyPeer]):
         return WriteResult(num_bytes=written, digest=digest & ((1 << 64) - 1))
 
     def _digest(self, planes: Planes) -> int:
-        """Digest of what is written, where it is read."""
+        """Digest of what is written, computed at the source."""
         return native.digest_planes(planes, num_threads=self._num_threads)
 
     def credit(self, peer: str, tag: int, num_bytes: int) -> None:
@@ -89,7 +89,7 @@ class ChunkedTransport(Transport[AnyPeer]):
 
     @abc.abstractmethod
     def _write_chunk(self, peer: AnyPeer, chunk: Batch) -> int:
-        """Write some rows; returns their digest, or 0 where none is wanted."""
+        """Write some rows; returns their digest, or 0 if they are not digested."""
 
     @abc.abstractmethod
     def _count(self, peer: AnyPeer, tag: int, num_bytes: int) -> None:

@@ -1,8 +1,8 @@
-"""`cma`: several processes on one host, ordinary CPU memory. The kernel copies straight into the other process.
+"""`cma`: processes on one host, ordinary CPU memory. The kernel copies straight into the other process.
 
-Works on tensors as they are, of busy or stopped processes; about half as fast as shared memory. Needs the same user or
-CAP_SYS_PTRACE. As root a wrong process number would mean writing into a stranger, so a peer is recognised by its start
-time and by a random cookie read back from its memory before the first write.
+Works on tensors where they are, in busy or stopped processes; about half as fast as shared memory. Needs the same user
+or CAP_SYS_PTRACE. For root, a wrong process ID would mean writing into an unrelated process, so a peer is recognised by
+its start time and by a random cookie read back from its memory before the first write.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class CmaTransport(ChunkedTransport[_Peer]):
             raise _failure(error, endpoint.member, process.pid) from error
         if found != where.cookie:
             process.close()
-            raise PeerLost(f"process {process.pid} is not {endpoint.member}: it does not know the cookie")
+            raise PeerLost(f"process {process.pid} is not {endpoint.member}: its cookie does not match")
         peer = _Peer(process=process, cell=where.cells_address + self._writer_number * CELL_BYTES)
         for descriptor in descriptors:
             peer.ranges.add(descriptor.address, descriptor.num_bytes)
@@ -101,7 +101,7 @@ class CmaTransport(ChunkedTransport[_Peer]):
         return digest
 
     def _announce(self, peer: _Peer, tag: int) -> None:
-        """A new tag is written with zero bytes first, so that no reader ever sees it together with the old count."""
+        """A new tag is first written with zero bytes, so that no reader ever sees it with the old count."""
         if tag != peer.tag:
             with _failures(peer):
                 self._poke(peer, 1, 0)
@@ -135,7 +135,7 @@ class CmaTransport(ChunkedTransport[_Peer]):
 
 @contextlib.contextmanager
 def _failures(peer: _Peer) -> Iterator[None]:
-    """The kernel's errors as ours."""
+    """Maps the kernel's errors to weft's."""
     try:
         yield
     except OSError as error:

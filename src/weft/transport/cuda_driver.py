@@ -15,13 +15,13 @@ class _IpcHandle(ctypes.Structure):
 
 
 class CudaDriver:
-    """The few calls of the CUDA driver that are needed; every call makes the device's context current."""
+    """CUDA driver calls; every call makes the device's context current."""
 
     def __init__(self, index: int) -> None:
         try:
             self._library = ctypes.CDLL("libcuda.so.1")
         except OSError as error:
-            raise TransportUnavailable("no CUDA driver on this machine", hint="use shm for CPU memory") from error
+            raise TransportUnavailable("this host has no CUDA driver", hint="use shm for CPU memory") from error
         self._context = ctypes.c_void_p()
         device = ctypes.c_int()
         self._call("cuInit", 0)
@@ -36,7 +36,7 @@ class CudaDriver:
             raise TransportError(f"{name} failed: {(text.value or b'').decode() or code}")
 
     def export(self, address: int) -> tuple[bytes, int]:
-        """The handle of the allocation that contains an address, and where it begins."""
+        """The handle of the allocation that contains an address, and where the allocation begins."""
         self._call("cuCtxSetCurrent", self._context)
         base, size, handle = ctypes.c_uint64(), ctypes.c_size_t(), _IpcHandle()
         pointer = ctypes.c_uint64(address)
@@ -59,13 +59,13 @@ class CudaDriver:
         self._call("cuIpcCloseMemHandle", ctypes.c_uint64(pointer))
 
     def allocate(self, num_bytes: int) -> int:
-        """Memory of the device, beside PyTorch's caching allocator."""
+        """Device memory, outside PyTorch's caching allocator."""
         self._call("cuCtxSetCurrent", self._context)
         pointer = ctypes.c_uint64()
         self._call("cuMemAlloc_v2", ctypes.byref(pointer), ctypes.c_size_t(num_bytes))
         return pointer.value
 
     def free(self, pointer: int) -> None:
-        """Give it back."""
+        """Free it."""
         self._call("cuCtxSetCurrent", self._context)
         self._call("cuMemFree_v2", ctypes.c_uint64(pointer))

@@ -1,7 +1,7 @@
-"""`cuda_ipc`: several processes on one host, GPU memory. Writes are device copies into memory a peer has opened to us.
+"""`cuda_ipc`: processes on one host, GPU memory. Writes are device copies into memory that a peer has shared.
 
-Any memory of the CUDA allocator can be a destination, except what PyTorch keeps in expandable segments, which CUDA
-cannot share. The copy runs on the writer's GPU; arrivals are counted in cells of shared host memory, one per writer.
+Any memory of the CUDA allocator can be a destination, except PyTorch's expandable segments, which CUDA cannot share.
+The copy runs on the writer's GPU; arrivals are counted in cells of shared host memory, one per writer.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class _EndpointData(msgspec.Struct, frozen=True):
 class _DescriptorData(msgspec.Struct, frozen=True):
     handle: bytes
     base: int
-    """Where the allocation that contains the memory begins, in its owner's address space."""
+    """Start of the allocation that contains the memory, in its owner's address space."""
 
 
 @dataclass
@@ -55,7 +55,7 @@ class _Peer:
     """Handle → where the allocation is mapped here."""
 
     def close(self) -> None:
-        """Unmap everything; what belongs to a process that is gone cannot be, and need not."""
+        """Unmap everything; memory of a process that is gone cannot be unmapped, and need not be."""
         for pointer in self.opened.values():
             with contextlib.suppress(TransportError):
                 self.driver.close(pointer)
@@ -95,7 +95,7 @@ class CudaIpcTransport(MappedTransport[_Peer]):
         except TransportError as error:
             raise RegistrationError(
                 f"CUDA cannot share {num_bytes} bytes at {address:#x}: {error}",
-                hint="is PYTORCH_CUDA_ALLOC_CONF=expandable_segments on? use nixl, or switch it off",
+                hint="turn expandable_segments off in PYTORCH_CUDA_ALLOC_CONF, or use nixl",
             ) from error
         data = msgspec.msgpack.encode(_DescriptorData(handle, base))
         return Descriptor(transport="cuda_ipc", address=address, num_bytes=num_bytes, data=data)
@@ -149,7 +149,7 @@ class CudaIpcTransport(MappedTransport[_Peer]):
         return self._work.digest_planes(planes)
 
     _num_ahead = 2
-    """So that the device is not idle between Chunks."""
+    """Keeps the device busy between Chunks."""
 
     def _start_planes(self, peer: _Peer, planes: Planes) -> Callable[[], int]:
         with _failures(peer.process.member):
@@ -178,7 +178,7 @@ class CudaIpcTransport(MappedTransport[_Peer]):
 
 @contextlib.contextmanager
 def _failures(peer: str) -> Iterator[None]:
-    """CUDA's errors as ours."""
+    """Maps CUDA's errors to weft's."""
     try:
         yield
     except RuntimeError as error:

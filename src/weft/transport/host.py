@@ -1,7 +1,7 @@
-"""Processes of one host: recognising them, and noticing that they are gone.
+"""Processes of one host: recognising them, and noticing when they are gone.
 
-Process numbers are reused and mean different processes in different containers, so a process is recognised by its
-number, its start time and the boot it belongs to, and held by a pidfd from then on.
+Process IDs are reused and mean different processes in different containers, so a process is recognised by its ID, its
+start time and the boot it belongs to, and held by a pidfd from then on.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class ProcessIdentity(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def boot_id() -> str:
-    """Names this boot of this host."""
+    """Identifies this boot of this host."""
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
@@ -49,14 +49,14 @@ class LivingProcess:
         except ProcessLookupError:
             raise PeerLost(f"{member} (process {identity.pid}) is gone") from None
         except (OverflowError, OSError) as error:
-            raise TransportError(f"{member} names process {identity.pid}, which cannot be opened: {error}") from error
+            raise TransportError(f"process {identity.pid} of {member} cannot be opened: {error}") from error
         try:
             now = ProcessIdentity.of(identity.pid)
         except OSError:
             now = None
         if now != identity:
             os.close(self._pidfd)
-            raise PeerLost(f"{member} (process {identity.pid}) is gone; its number belongs to another process now")
+            raise PeerLost(f"{member} (process {identity.pid}) is gone; its ID now belongs to another process")
         self.pid = identity.pid
 
     @property

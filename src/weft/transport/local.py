@@ -1,4 +1,4 @@
-"""`local`: members inside one process, with faults that can be injected; for tests, and for users' own tests.
+"""`local`: members inside one process, with fault injection; for weft's tests and for users' own.
 
 network = LocalNetwork()
 sender, receiver = LocalTransport("trainer 0", network), LocalTransport("engine 0", network)
@@ -24,7 +24,7 @@ MAX_STALL_S = 60.0
 
 @dataclass(slots=True, kw_only=True)
 class Faults:
-    """What goes wrong with writes to one member."""
+    """Faults injected into writes to one member."""
 
     lost: bool = False
     """The member is gone."""
@@ -48,7 +48,7 @@ class _Peer:
     ranges: Ranges = field(default_factory=Ranges)
 
     def close(self) -> None:
-        """Nothing to let go of."""
+        """Nothing to release."""
 
 
 class LocalTransport(MappedTransport[_Peer]):
@@ -65,7 +65,7 @@ class LocalTransport(MappedTransport[_Peer]):
 
     @property
     def endpoint(self) -> Endpoint:
-        """The member's name is enough."""
+        """The member's name identifies it."""
         return Endpoint(transport="local", member=self.member, data=b"")
 
     def _describe(self, address: int, num_bytes: int) -> Descriptor:

@@ -1,7 +1,7 @@
 """Transports that map the target's memory: the sender's own instructions write it, plane by plane.
 
-What is written is prepared once, Chunk by Chunk (`prepare_direct`), and posted for every version. Bytes are counted at
-the target when a Chunk is there, in the order of Chunks.
+Writes are prepared once, Chunk by Chunk (`prepare_direct`), and posted for every version. The target counts the bytes
+of a Chunk when it has landed, in Chunk order.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class DirectBatch:
     peer: str
     chunks: tuple[Planes, ...]
     num_there: int = 0
-    """Bytes somebody else has written there before this is posted."""
+    """Bytes that were written there by other means before this is posted."""
     num_bytes: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -48,7 +48,7 @@ class MappedTransport(ChunkedTransport[AnyPeer]):
     """Writes planes straight to where they belong."""
 
     def register_sources(self, ranges: Sequence[tuple[int, int]]) -> list[Handle]:
-        """Allow writes from many ranges; nothing but their addresses has to be known."""
+        """Allow writes from many ranges; only their addresses have to be known."""
         for address, num_bytes in ranges:
             self._check_range(address, num_bytes)
         self._registered.add_all(ranges)
@@ -72,7 +72,7 @@ class MappedTransport(ChunkedTransport[AnyPeer]):
         )
 
     def mapped(self, peer: str, address: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Where memory of a peer is mapped here; raises RegistrationError for what is not."""
+        """Where a peer's memory is mapped here; raises RegistrationError for addresses that are not mapped."""
         known = self._known(peer)
         at = known.ranges.find(address.astype(np.uint64), np.ones(len(address), dtype=np.uint64), whose=peer)
         return address + known.ranges.shifts()[at]
@@ -110,18 +110,18 @@ class MappedTransport(ChunkedTransport[AnyPeer]):
         except TransportError as error:
             raise type(error)(f"{error} ({written} of {batch.num_bytes} bytes written)", hint=error.hint) from error
         finally:
-            for _, wait in started:  # nothing is under way when this is over
+            for _, wait in started:  # nothing may still be in flight when this returns
                 wait()
         return WriteResult(num_bytes=written, digest=digest & _MASK)
 
     _num_ahead = 0
-    """Chunks that are started before the first of them is waited for."""
+    """Chunks started before the first of them is waited for."""
 
     def _start_planes(self, peer: AnyPeer, planes: Planes) -> Callable[[], int]:
-        """Start copying a Chunk; what is returned waits for it, and gives its digest, or 0 where none is wanted."""
+        """Start copying a Chunk; the returned function waits for it and gives its digest, or 0 if not digested."""
         digest = self._copy_planes(peer, planes)
         return lambda: digest
 
     @abc.abstractmethod
     def _copy_planes(self, peer: AnyPeer, planes: Planes) -> int:
-        """Copy a Chunk; returns its digest, or 0 where none is wanted."""
+        """Copy a Chunk; returns its digest, or 0 if it is not digested."""

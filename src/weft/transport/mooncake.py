@@ -1,15 +1,15 @@
 """`mooncake`: CPU memory through Mooncake's transfer engine, over TCP or RDMA; for clusters that already run it.
 
-WARNING: the engine listens on every interface (0.0.0.0 and ::) whatever host it is told, and asks nobody who they are.
-Whoever reaches its ports can read and write the registered memory: use it inside a trusted network only. `host` is
-merely the name under which peers reach this member.
+WARNING: the engine listens on every interface (0.0.0.0 and ::) whatever host it is given, and does not authenticate
+its peers. Any process that reaches its ports can read and write the registered memory: use it inside a trusted network
+only. `host` is merely the name by which peers reach this member.
 
-Precautions that were measured to matter (0.3.13, TCP): overlapping registrations are refused, so they are merged;
-more than 2048 pieces in one call fail; every failure is the same -1, so a failed call is followed by a question whether
-the peer lives; a stalled peer is only noticed after 30 s (MC_TRANSFER_TIMEOUT), and what was sent to it may still land
-when it goes on; what the engine knows of an address is kept for ever, also when another process listens there by now,
+Precautions that measurements showed to matter (0.3.13, TCP): overlapping registrations are refused, so they are merged;
+a call with more than 2048 pieces fails; every failure is the same -1, so a failed call is followed by a check whether
+the peer is alive; a stalled peer is noticed only after 30 s (MC_TRANSFER_TIMEOUT), and what was sent to it may still
+land when it resumes; what the engine knows of an address is kept forever, even when another process listens there now,
 so a peer is recognised by a random cookie read from its memory; without a network card `rdma` silently becomes TCP, so
-it is refused here. Only over TCP was any of this run.
+it is refused here. All of this was run over TCP only.
 
 Arrivals are cells {tag, bytes} in the target's memory, written after the bytes they count were acknowledged.
 """
@@ -46,10 +46,10 @@ from weft.transport.host import CELL_BYTES, boot_id
 
 PIECES_PER_CALL = 2048
 STALL_S = 5.0
-"""A call that failed after this long has waited for an answer; a peer that is gone fails it within about a second."""
+"""A call that failed after this long was waiting for an answer; if the peer is gone, it fails within about a second."""
 LOOPBACK = "127.0.0.1"
 _COOKIE, _READ_BACK, _VALUE, _CELLS = 0, 16, 32, 64
-"""Places in a member's control block: its own cookie, one read from a peer, a word to be written, arrival cells."""
+"""Offsets in a member's control block: its own cookie, one read from a peer, a word to be written, arrival cells."""
 _COOKIE_BYTES = 16
 
 
@@ -65,7 +65,7 @@ class _EndpointData(msgspec.Struct, frozen=True):
 class _Peer:
     member: str
     name: str
-    """As the engine calls it: `host:port`."""
+    """The engine's name for it: `host:port`."""
     cell: int
     """Address of this writer's arrival cell in the peer."""
     ranges: Ranges = field(default_factory=Ranges)
@@ -73,11 +73,11 @@ class _Peer:
     counted: int = 0
 
     def close(self) -> None:
-        """Nothing to let go of: the engine keeps its connections."""
+        """Nothing to release: the engine keeps its connections."""
 
 
 class MooncakeTransport(ChunkedTransport[_Peer]):
-    """One transfer engine; its own threads take what peers write, not the target's Python code."""
+    """One transfer engine; its own threads receive what peers write, not the target's Python code."""
 
     capabilities = CAPABILITIES["mooncake"]
 
@@ -92,9 +92,9 @@ class MooncakeTransport(ChunkedTransport[_Peer]):
         protocol: str = "tcp",
         nics: str = "",
     ) -> None:
-        """`host` is the name or address peers reach this member by; `nics` limits `rdma` to some, such as `mlx5_0`."""
+        """`host`: name or address by which peers reach this member; `nics`: limits `rdma` to some, such as `mlx5_0`."""
         if memory_kind(device) != CPU:
-            raise TransportUnavailable(f"mooncake does not move memory of {device} here", hint="use nixl or uccl")
+            raise TransportUnavailable(f"mooncake moves CPU memory, not {device} memory", hint="use nixl or uccl")
         self._engine = _start_engine(host, protocol, nics)
         super().__init__(member, writer=writer, num_threads=num_threads)
         self._host = host
@@ -121,7 +121,7 @@ class MooncakeTransport(ChunkedTransport[_Peer]):
         return Descriptor(transport="mooncake", address=address, num_bytes=num_bytes, data=b"")
 
     def register_source(self, address: int, num_bytes: int) -> Handle:
-        """The engine has to know sources, too."""
+        """The engine has to know sources as well."""
         return self.register(address, num_bytes)[0]
 
     def deregister(self, handle: Handle) -> None:
@@ -134,7 +134,7 @@ class MooncakeTransport(ChunkedTransport[_Peer]):
         if where.host == LOOPBACK and where.boot_id != boot_id():
             raise TransportUnavailable(
                 f"{endpoint.member} is on another host but can be reached at {LOOPBACK} only",
-                hint="open its transport with host= a name or address that others reach",
+                hint="open its transport with host= a name or address that other hosts can reach",
             )
         cell = where.control_address + _CELLS + self._writer_number * CELL_BYTES
         peer = _Peer(endpoint.member, self._recognise(where, endpoint.member), cell)
@@ -145,8 +145,8 @@ class MooncakeTransport(ChunkedTransport[_Peer]):
     def _recognise(self, where: _EndpointData, member: str) -> str:
         """The engine's name for a peer, once the peer has shown its cookie.
 
-        What the engine knows of `host:port` never changes. Where that is outdated, because the peer was restarted at
-        the same port, `host:0port` makes it ask again.
+        What the engine knows of `host:port` never changes. Where it is outdated, because the peer was restarted on the
+        same port, `host:0port` makes it ask again.
         """
         address = where.host, where.port
         known = self._zeros.get(address)
@@ -161,18 +161,18 @@ class MooncakeTransport(ChunkedTransport[_Peer]):
                 return name
             _check_stall(member, started)
         if status == 0:
-            raise PeerLost(f"who answers at `{name}` is not {member}: it does not know the cookie")
+            raise PeerLost(f"the process at `{name}` is not {member}: its cookie does not match")
         raise PeerLost(f"{member} does not answer at `{name}`")
 
     def _translate(self, peer: _Peer, batch: Batch, at: NDArray[np.int64]) -> Batch:
-        """Chunks of no more rows than one call of the engine takes."""
+        """Chunks with no more rows than one engine call accepts."""
         chunked = super()._translate(peer, batch, at)
         assert isinstance(chunked, ChunkedBatch)
         chunks = (part for chunk in chunked.chunks for part in at_most(chunk, PIECES_PER_CALL))
         return replace(chunked, chunks=tuple(chunks))
 
     def _check_alive(self, peer: _Peer) -> None:
-        """Nothing to ask: every write is acknowledged, so one to a peer that is gone fails."""
+        """Nothing to check: every write is acknowledged, so a write to a peer that is gone fails."""
 
     def _write_chunk(self, peer: _Peer, chunk: Batch) -> int:
         digest = 0
@@ -182,14 +182,14 @@ class MooncakeTransport(ChunkedTransport[_Peer]):
         return digest
 
     def _announce(self, peer: _Peer, tag: int) -> None:
-        """A new tag is written with zero bytes first, so that no reader ever sees it together with the old count."""
+        """A new tag is first written with zero bytes, so that no reader ever sees it with the old count."""
         if tag != peer.tag:
             self._poke(peer, 1, 0)
             self._poke(peer, 0, tag)
             peer.tag, peer.counted = tag, 0
 
     def _count(self, peer: _Peer, tag: int, num_bytes: int) -> None:
-        """Raise this writer's cell in the peer; the bytes are there, their write was acknowledged."""
+        """Raise this writer's cell in the peer; the bytes have landed, since their write was acknowledged."""
         self._poke(peer, 1, peer.counted + num_bytes)
         peer.counted += num_bytes
 
@@ -198,15 +198,15 @@ class MooncakeTransport(ChunkedTransport[_Peer]):
         self._transfer(peer, [self._control_address + _VALUE], [peer.cell + 8 * word], [8])
 
     def _transfer(self, peer: _Peer, src: list[int], dst: list[int], length: list[int]) -> None:
-        """Write and wait until it has landed; the engine's -1 as our errors."""
+        """Write and wait until it has landed; maps the engine's -1 to weft's errors."""
         started = time.monotonic()
         if self._engine.batch_transfer_sync_write(peer.name, src, dst, length) == 0:
             return
-        _check_stall(peer.member, started)  # first: the engine's question below takes a stalled peer a minute
+        _check_stall(peer.member, started)  # first: the engine's check below takes a minute if the peer is stalled
         if self._engine.send_probe(peer.name) != 0:
             raise PeerLost(f"{peer.member} at `{peer.name}` is gone")
         raise TransportError(
-            f"mooncake could not write to {peer.member}", hint="the engine wrote the reason to stderr, on both sides"
+            f"mooncake could not write to {peer.member}", hint="the engine prints the reason on stderr, on both sides"
         )
 
     def arrived(self, tag: int, *, writer: int) -> int:
@@ -225,7 +225,7 @@ class MooncakeTransport(ChunkedTransport[_Peer]):
 
 def _start_engine(host: str, protocol: str, nics: str) -> Any:
     if protocol not in ("tcp", "rdma"):
-        raise ConfigError(f"mooncake does not speak `{protocol}`", hint="tcp, rdma")
+        raise ConfigError(f"unknown mooncake protocol `{protocol}`", hint="tcp, rdma")
     try:
         module = importlib.import_module("mooncake.engine")
     except ImportError as error:
@@ -239,8 +239,8 @@ def _start_engine(host: str, protocol: str, nics: str) -> Any:
     status = engine.initialize(host, "P2PHANDSHAKE", protocol, nics)
     if status != 0:
         raise TransportUnavailable(
-            f"mooncake's engine does not start with {protocol} at {host} ({status})",
-            hint="it wrote the reason to stderr",
+            f"mooncake's engine did not start with {protocol} at {host} ({status})",
+            hint="it prints the reason on stderr",
         )
     return engine
 
@@ -250,7 +250,7 @@ def _check_stall(member: str, started: float) -> None:
     if waited_s >= STALL_S:
         raise TransferTimeout(
             f"{member} has not answered for {waited_s:.1f} s",
-            hint="what was sent may still land; the version it belongs to must be aborted",
+            hint="what was sent may still land; abort the version it belongs to",
         )
 
 
@@ -277,7 +277,7 @@ class AddressSpan:
 
 
 def merge_overlaps(members: Iterable[tuple[int, int]]) -> list[AddressSpan]:
-    """The fewest spans that hold all (start, end); such that only touch stay apart.
+    """The fewest spans that hold all (start, end); spans that only touch stay separate.
 
     merge_overlaps([(0, 10), (5, 20), (20, 30)])       # spans 0 to 20 and 20 to 30
     """
@@ -292,9 +292,9 @@ def merge_overlaps(members: Iterable[tuple[int, int]]) -> list[AddressSpan]:
 
 
 class _Spans:
-    """What one engine has registered: it refuses overlaps, so registrations that overlap share one span.
+    """What one engine has registered. It refuses overlaps, so overlapping registrations share one span.
 
-    While a span grows or shrinks it is not registered for a moment: nobody may be writing there.
+    While a span grows or shrinks it is briefly unregistered: no peer may be writing there.
     """
 
     def __init__(self, engine: Any) -> None:
@@ -302,7 +302,7 @@ class _Spans:
         self._spans: list[AddressSpan] = []
 
     def add(self, start: int, end: int) -> None:
-        """Register; raises RegistrationError and leaves everything as it was."""
+        """Register; if that raises RegistrationError, everything stays as it was."""
         a, b = self._overlapping(start, end)
         self._replace(a, b, [(start, end), *(member for span in self._spans[a:b] for member in span.members)])
 

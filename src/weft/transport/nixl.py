@@ -1,9 +1,9 @@
-"""`nixl`: RDMA, NVLink, TCP or shared memory through NIXL and UCX; the engine between hosts.
+"""`nixl`: RDMA, NVLink, TCP or shared memory through NIXL and UCX; the default transport between hosts.
 
-Precautions that were measured to matter: the wrapper's progress thread spins a whole core unless it is given a pause;
-NIXL never times out, so every write has its own deadline; one large descriptor is never split, so rows are cut into
-pieces; an agent's name must be new after a restart. The target's progress thread acknowledges writes, not its Python
-code.
+Precautions that measurements showed to matter: the wrapper's progress thread spins on a whole core unless it is given a
+pause; NIXL never times out, so every write has its own deadline; one large descriptor is never split, so rows are cut
+into pieces; an agent's name must be new after a restart. The target's progress thread acknowledges writes, not its
+Python code.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ from weft.transport.base import (
 from weft.transport.capabilities import CAPABILITIES
 
 PIECE_BYTES = {"cpu": 4 << 20, "cuda": 2 << 30}
-"""Largest descriptor: a CPU copies pieces in parallel; a GPU is fastest with few, large ones."""
+"""Largest descriptor: a CPU copies pieces in parallel; a GPU is fastest with few large ones."""
 PROGRESS_PAUSE_US = 1000
 WRITE_DEADLINE_S = 200.0
 CUT_S = 2.0
-"""A write that was given up is usually done by then. A peer that stands still never takes it, and NIXL goes on reading
-the source after the request and the peer were released: only the end of the agent ends that (`docs/LOG.md`)."""
+"""A write that was given up is usually done by then. A stalled peer never accepts it, and NIXL keeps reading the source
+after the request and the peer were released: only ending the agent stops that (`docs/LOG.md`)."""
 _MODULES = ("nixl_cu13", "nixl_cu12")
 
 
@@ -62,32 +62,32 @@ class _Arrival(msgspec.Struct, frozen=True):
     tag: int
     num_bytes: int
     at: int
-    """Bytes that were written, or credited, under this tag before."""
+    """Bytes written or credited under this tag before."""
 
 
 @dataclass
 class _Registered:
-    """NIXL's registration of some ranges."""
+    """One NIXL registration of several ranges."""
 
     handle: Any
     count: int
 
     def is_last(self) -> bool:
-        """One of the ranges is not needed any more; whether that was the last."""
+        """One of the ranges is no longer needed; returns whether it was the last."""
         self.count -= 1
         return self.count == 0
 
 
 @dataclass
 class _Arrived:
-    """What one writer has announced under a tag: announcements may overtake each other."""
+    """What one writer has announced under a tag; announcements may overtake each other."""
 
     prefix: int = 0
-    """Bytes from the first one on without a gap."""
+    """Bytes without a gap, from the first one on."""
     beyond: dict[int, int] = field(default_factory=dict)
 
     def add(self, at: int, num_bytes: int) -> None:
-        """Bytes that begin at some place."""
+        """Add bytes that begin at an offset."""
         self.beyond[at] = num_bytes
         while (size := self.beyond.pop(self.prefix, None)) is not None and size > 0:
             self.prefix += size
@@ -104,11 +104,11 @@ class _Peer:
     is_lost: bool = False
 
     def reaches(self, agent: str, ranges: Ranges) -> bool:
-        """Whether this connection serves for an agent, and all memory it knows is among these."""
+        """Whether this connection is to this agent, and all memory it knows is among these ranges."""
         return self.name == agent and not self.is_lost and self.ranges.are_among(ranges)
 
     def note(self, writer: int, tag: int, num_bytes: int) -> bytes:
-        """What announces the next bytes."""
+        """The announcement of the next bytes."""
         if tag != self.tag:
             self.tag, self.posted = tag, 0
         note = _Arrival(writer, tag, num_bytes, self.posted)
@@ -121,7 +121,7 @@ class _Peer:
 
 @dataclass(eq=False)
 class _PreparedTransfer:
-    """NIXL's handle of a batch, which keeps the agent alive; None once that was torn down."""
+    """NIXL's handle of a batch, which keeps the agent alive; None once the agent was torn down."""
 
     peer: str
     handle: Any
@@ -132,7 +132,7 @@ class _PreparedTransfer:
 class _NixlBatch(Batch):
     transfer: _PreparedTransfer
     work: DeviceWork
-    """Digests what is read."""
+    """Computes the digest of what is read."""
 
 
 class NixlTransport(Transport[_Peer]):
@@ -157,16 +157,16 @@ class NixlTransport(Transport[_Peer]):
             parameters["engine_config"] = f"NET_DEVICES={devices}"
         self._agent = _make_agent(api, self._agent_name, parameters)
         self._lists: dict[tuple[int, int], _Registered | None] = {}
-        """What NIXL knows; None: as a part of something else."""
+        """What is registered with NIXL; None: registered as a part of another range."""
         self._host_sources: set[tuple[int, int]] = set()
-        """Pinned host memory writes may come from, where this transport is for a GPU's."""
+        """Pinned host memory that writes may come from, where this transport is for GPU memory."""
         self._arrived: dict[tuple[int, int], _Arrived] = {}
         self._lock = threading.Lock()
         self._transfers: weakref.WeakSet[_PreparedTransfer] = weakref.WeakSet()
 
     @property
     def endpoint(self) -> Endpoint:
-        """The agent with everything that is registered now; take it after registering."""
+        """The agent and everything registered so far; read it after registering."""
         data = _EndpointData(self._agent_name, self._agent.get_agent_metadata())
         return Endpoint(transport="nixl", member=self.member, data=msgspec.msgpack.encode(data))
 
@@ -175,7 +175,7 @@ class NixlTransport(Transport[_Peer]):
         return Descriptor(transport="nixl", address=address, num_bytes=num_bytes, data=b"")
 
     def register_all(self, ranges: Sequence[tuple[int, int]]) -> list[Descriptor]:
-        """All ranges by one call of NIXL."""
+        """All ranges in one NIXL call."""
         for address, num_bytes in ranges:
             self._check_range(address, num_bytes)
         self._make_known(ranges)
@@ -184,7 +184,7 @@ class NixlTransport(Transport[_Peer]):
         return [Descriptor(transport="nixl", address=a, num_bytes=n, data=b"") for a, n in ranges]
 
     def _make_known(self, ranges: Sequence[tuple[int, int]]) -> None:
-        """Register what does not lie inside something registered: NIXL does not find memory it knows twice."""
+        """Register what is not inside a registered range: NIXL does not find memory that was registered twice."""
         wanted = [known for known in dict.fromkeys(ranges) if known not in self._lists]
         old = [known for known, registered in self._lists.items() if registered is not None]
         fresh, furthest = [], -1
@@ -202,7 +202,7 @@ class NixlTransport(Transport[_Peer]):
             self._lists.setdefault(known, None)
 
     def register_source(self, address: int, num_bytes: int) -> Handle:
-        """Pinned host memory is known to NIXL as such, also where this transport is for a GPU's."""
+        """Pinned host memory is registered as host memory, even where this transport is for GPU memory."""
         if self._kind == "DRAM" or not _is_pinned(address, num_bytes):
             return self.register(address, num_bytes)[0]
         self._check_range(address, num_bytes)
@@ -212,7 +212,7 @@ class NixlTransport(Transport[_Peer]):
         return Handle(address=address, num_bytes=num_bytes)
 
     def register_sources(self, ranges: Sequence[tuple[int, int]]) -> list[Handle]:
-        """Memory of the device, by one call of NIXL."""
+        """Device memory, in one NIXL call."""
         self.register_all(ranges)
         return [Handle(address=address, num_bytes=num_bytes) for address, num_bytes in ranges]
 
@@ -223,11 +223,11 @@ class NixlTransport(Transport[_Peer]):
         except Exception as error:
             total = sum(size for _, size in ranges)
             raise RegistrationError(
-                f"NIXL cannot register {total} bytes in {len(ranges)} ranges from {ranges[0][0]:#x} on: {error}"
+                f"NIXL cannot register {total} bytes in {len(ranges)} ranges starting at {ranges[0][0]:#x}: {error}"
             ) from error
 
     def allocate(self, num_bytes: int) -> Memory:
-        """Memory of the device."""
+        """Device memory."""
         if self._kind == "DRAM":
             return super().allocate(num_bytes)
         from weft.gpu import GpuWork  # noqa: PLC0415 - torch and Triton only where there is a GPU
@@ -240,7 +240,7 @@ class NixlTransport(Transport[_Peer]):
         super().deregister(handle)
         if not self._registered.has(handle.address, handle.num_bytes):
             self._host_sources.discard((handle.address, handle.num_bytes))
-            registered = self._lists.pop((handle.address, handle.num_bytes), None)  # none where this was torn down
+            registered = self._lists.pop((handle.address, handle.num_bytes), None)  # None if this was torn down
             if registered is not None and registered.is_last():
                 self._agent.deregister_memory(registered.handle)
 
@@ -291,7 +291,7 @@ class NixlTransport(Transport[_Peer]):
         )
 
     def _is_on_host(self, rows: Batch) -> bool:
-        """Whether rows are read from pinned host memory."""
+        """Whether these rows are read from pinned host memory."""
         first = int(rows.src[0]) if rows.num_rows else 0
         return any(start <= first < start + size for start, size in self._host_sources)
 
@@ -301,7 +301,7 @@ class NixlTransport(Transport[_Peer]):
         return np.stack([address, length, np.full_like(length, device)], axis=1)
 
     def post_all(self, batches: Sequence[Batch], tag: int) -> list[Ticket]:
-        """Everything travels at once; NIXL takes care of the order."""
+        """Everything travels at once; NIXL decides the order."""
         self._check_tag(tag)
         cancelled = threading.Event()
         begun: list[Future[None]] = [self._writer.submit(self._begin, batch, tag, cancelled) for batch in batches]
@@ -315,7 +315,7 @@ class NixlTransport(Transport[_Peer]):
         return self._end(batch, cancelled)
 
     def _begin(self, batch: Batch, tag: int, cancelled: threading.Event) -> None:
-        """Post. A write that was posted cannot be stopped."""
+        """Post the write. Once posted it cannot be stopped."""
         assert isinstance(batch, _NixlBatch)
         self._check_whole(batch)
         peer = self._known(batch.peer)
@@ -350,19 +350,19 @@ class NixlTransport(Transport[_Peer]):
         return WriteResult(num_bytes=batch.num_bytes, digest=digest)
 
     def _wait_for(self, batch: _NixlBatch, cancelled: threading.Event) -> str:
-        """How a write ends. One that was given up and does not end is ended by tearing this side down."""
+        """How a write ends. One that was given up and does not end is stopped by tearing this side down."""
         began, given_up = time.monotonic(), None
         while (state := self._agent.check_xfer_state(batch.transfer.handle)) == "PROC":
             now = time.monotonic()
             given_up = given_up or (now if cancelled.is_set() else None)
             if now > began + WRITE_DEADLINE_S or (given_up is not None and now > given_up + CUT_S):
                 self._tear_down()
-                raise PeerLost(f"{batch.peer} did not take {batch.num_bytes} bytes in {now - began:.1f} s")
+                raise PeerLost(f"{batch.peer} did not accept {batch.num_bytes} bytes in {now - began:.1f} s")
             time.sleep(2e-5)
         return str(state)
 
     def _tear_down(self) -> None:
-        """End the agent, and so everything that is under way; the transport is of no use afterwards."""
+        """End the agent and with it everything in flight; the transport cannot be used afterwards."""
         for transfer in list(self._transfers):
             if transfer.is_posted and self._agent.check_xfer_state(transfer.handle) == "PROC":
                 self.cut_peers |= {transfer.peer}
@@ -374,7 +374,7 @@ class NixlTransport(Transport[_Peer]):
             raise PeerLost(f"{batch.peer} is not connected: {', '.join(sorted(self.cut_peers))} had to be cut off")
 
     def write_bare(self, batches: Sequence[Batch]) -> None:
-        """Post batches and wait, with nothing of weft around: what benchmarks compare with."""
+        """Post batches and wait, with nothing of weft around them: the baseline of benchmarks."""
         transfers = [batch.transfer.handle for batch in batches if isinstance(batch, _NixlBatch)]
         deadline = time.monotonic() + WRITE_DEADLINE_S
         waiting = [transfer for transfer in transfers if self._agent.transfer(transfer) == "PROC"]
@@ -385,13 +385,13 @@ class NixlTransport(Transport[_Peer]):
             waiting = [transfer for transfer in waiting if self._agent.check_xfer_state(transfer) == "PROC"]
 
     def _failure(self, error: Exception, peer: str) -> TransportError:
-        """NIXL's errors as ours."""
+        """Maps NIXL's errors to weft's."""
         gone = (self._errors.nixlRemoteDisconnectError, self._errors.nixlBackendError)
         if isinstance(error, gone):
             if peer in self._peers:
                 self._peers[peer].is_lost = True
             return PeerLost(f"{peer} is gone: {error}")
-        return TransportError(f"NIXL failed towards {peer}: {type(error).__name__} {error}")
+        return TransportError(f"NIXL failed for {peer}: {type(error).__name__} {error}")
 
     def arrived(self, tag: int, *, writer: int) -> int:
         """Bytes announced by a writer, in the order it posted them; NIXL delivers an announcement after its data."""
@@ -411,7 +411,7 @@ class NixlTransport(Transport[_Peer]):
             raise self._failure(error, peer) from error
 
     def _count(self, note: bytes) -> None:
-        """Count a note; only a writer's newest tag is kept, so that nothing grows with the number of versions."""
+        """Count a note; only each writer's newest tag is kept, so nothing grows with the number of versions."""
         try:
             arrival = msgspec.msgpack.decode(note, type=_Arrival)
         except msgspec.DecodeError:  # not from a weft member
@@ -423,13 +423,13 @@ class NixlTransport(Transport[_Peer]):
         self._arrived[key].add(arrival.at, arrival.num_bytes)
 
     def forget_arrivals(self) -> None:
-        """Drop announcements that were taken in, or lie unread."""
+        """Drop all announcements, read or unread."""
         with self._lock:
             self._agent.get_new_notifs()
             self._arrived = {}
 
     def _release(self) -> None:
-        """Without its agent nothing of this process is reachable: connections and keys end with it."""
+        """Without its agent nothing in this process is reachable: connections and keys end with it."""
         for registered in {id(known): known for known in self._lists.values() if known is not None}.values():
             self._agent.deregister_memory(registered.handle)
         for transfer in list(self._transfers):
@@ -444,11 +444,11 @@ def _is_pinned(address: int, num_bytes: int) -> bool:
 
 
 def _load() -> tuple[Any, Any]:
-    """The Python binding, whichever CUDA build of it is installed; CPU memory needs no CUDA."""
+    """The Python binding, whichever CUDA build is installed; CPU memory needs no CUDA."""
     for name in _MODULES:
         try:
             found = importlib.import_module(f"{name}._api"), importlib.import_module(f"{name}._bindings")
-            logging.getLogger("nixl").setLevel(logging.WARNING)  # it greets on stdout, where data belongs
+            logging.getLogger("nixl").setLevel(logging.WARNING)  # it prints a greeting on stdout, which is for data
             return found
         except ImportError:
             continue

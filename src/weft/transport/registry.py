@@ -1,8 +1,8 @@
 """All transports by name, and which one a link takes.
 
 The rule, in this order: `shm` for CPU memory on one host (`cma` where the engine's memory cannot be shared), `cuda_ipc`
-for GPU memory on one host, `nixl` between hosts. A transport that is asked for by name is used or refused. Whatever is
-slower than meant is an error, unless falling back was allowed.
+for GPU memory on one host, `nixl` between hosts. A transport that is requested by name is used or refused. A slower
+transport than the intended one is an error, unless falling back was allowed.
 
     choose(trainer_place, engine_place)        # Choice(transport="shm", reason="one host, CPU memory")
 """
@@ -45,20 +45,20 @@ class Place(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     """Where a member is and what it can use; travels when it joins."""
 
     host: str
-    """Names this boot of the host."""
+    """Identifies this boot of the host."""
     container: str
-    """Names its process namespace: processes of one host in two containers cannot open each other's memory."""
+    """Identifies its process namespace: processes of one host in two containers cannot open each other's memory."""
     user: int
     device: str
     """Where its weights lie: `cpu`, `cuda:0`."""
     installed: tuple[str, ...]
-    """Transports whose packages are there."""
+    """Transports whose packages are installed."""
     shareable: bool = True
     """Whether its destination memory can be shared memory."""
     device_number: int | None = None
-    """Which of the host's GPUs `device` is; None: CPU memory, or not known."""
+    """Which of the host's GPUs `device` is; None: CPU memory, or unknown."""
     nics: tuple[str, ...] = ()
-    """RDMA cards it sees; only shown."""
+    """RDMA cards it sees; for display only."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,7 +92,7 @@ def _nics() -> tuple[str, ...]:
 
 
 def is_installed(name: str) -> bool:
-    """Whether a transport's packages are there."""
+    """Whether a transport's packages are installed."""
     packages, _ = _PACKAGES.get(name, ((), ""))
     return not packages or any(importlib.util.find_spec(package) is not None for package in packages)
 
@@ -115,7 +115,7 @@ def open_transport(
 
 
 def choose(src: Place, dst: Place, *, wanted: str = "auto", allow_fallback: bool = False) -> Choice:
-    """The transport of one link; raises TransportUnavailable where the one that is meant does not work."""
+    """The transport of one link; raises TransportUnavailable where the intended one does not work."""
     if wanted != "auto" and wanted not in NAMES:
         raise ConfigError(f"unknown transport `{wanted}`", hint=f"auto, {', '.join(NAMES)}")
     if "local" in src.installed and "local" in dst.installed:
@@ -135,7 +135,7 @@ def is_cut_by_closing(transport: str, writer: Place, target: Place) -> bool:
     """Whether a writer is kept out for good when its target closes the transport.
 
     Connections and remote keys end with the target's side. Processes of one host and container reach each other's
-    memory without either: through shared mappings or kernel copies, which NIXL uses there, too.
+    memory without either, through shared mappings or kernel copies; NIXL also uses these there.
     """
     if transport in ("local", "mooncake"):  # Mooncake's TCP was measured; the target's own threads write
         return True
@@ -155,18 +155,18 @@ def _default(src: Place, dst: Place) -> tuple[str, str]:
 
 
 def _obstacle(name: str, src: Place, dst: Place) -> tuple[str, str] | None:  # noqa: PLR0911 - one reason each
-    """Why a link cannot use a transport, and what to do about it; None where it can."""
+    """Why a link cannot use a transport, and what to do about it; None if it can."""
     kinds = {memory_kind(src.device), memory_kind(dst.device)}
     if len(kinds) > 1:
         return "does not move between CPU and GPU memory", "hold the weights of both sides in one kind of memory"
     if not kinds <= CAPABILITIES[name].memory:
         return f"does not move {kinds.pop()} memory", "ask for another transport, or for `auto`"
     if CAPABILITIES[name].one_host and (src.host != dst.host or src.container != dst.container):
-        return "works inside one host and container only", "use nixl between hosts and containers"
+        return "works only within one host and container", "use nixl between hosts and containers"
     if name in ("shm", "cma") and src.user != dst.user:
-        return "works between processes of one user only", "run both sides as one user, or use nixl"
+        return "works only between processes of one user", "run both sides as one user, or use nixl"
     if name == "shm" and not dst.shareable:
-        return "needs memory that can be shared", "use cma, or receive in `shadow` mode"
+        return "needs shareable memory", "use cma, or receive in `shadow` mode"
     missing = [side for side, place in (("trainer", src), ("engine", dst)) if name not in place.installed]
     if missing:
         return f"is not installed on the {' and the '.join(missing)} side", _PACKAGES[name][1]

@@ -1,4 +1,4 @@
-"""`shm`: several processes on one host, CPU memory. Writes are plain copies into memory both sides have mapped.
+"""`shm`: processes on one host, CPU memory. Writes are plain copies into memory that both sides have mapped.
 
 Destinations must lie in memory from `allocate`: anonymous shared memory that vanishes with its processes, so nothing is
 ever left behind in /dev/shm. Sources may be any memory. The target runs no code; arrivals are counted in cells of
@@ -60,8 +60,8 @@ class SharedMemory:
         memory = cls.__new__(cls)
         memory.fd = -1
         path = f"/proc/{pid}/fd/{fd}"
-        if not os.readlink(path).startswith(f"/memfd:{_NAME} "):  # never a file, whatever a peer says
-            raise RegistrationError(f"descriptor {fd} of process {pid} is not shared memory of weft")
+        if not os.readlink(path).startswith(f"/memfd:{_NAME} "):  # never a file, whatever a peer claims
+            raise RegistrationError(f"descriptor {fd} of process {pid} is not weft's shared memory")
         memory.fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         if os.fstat(memory.fd).st_size < num_bytes:
             raise RegistrationError(f"shared memory {fd} of process {pid} is smaller than {num_bytes} bytes")
@@ -72,7 +72,7 @@ class SharedMemory:
 
     @property
     def buffer(self) -> mmap.mmap:
-        """The memory as an object; it stays mapped while somebody uses this."""
+        """The memory as an object; it stays mapped while this is in use."""
         return self._map
 
     def _close_fd(self) -> None:
@@ -84,9 +84,9 @@ class SharedMemory:
         self._close_fd()
 
     def give_up(self) -> bool:
-        """Free its pages, also for those who have it mapped; they may go on writing there, and nobody will read it."""
+        """Free its pages, also in processes that have it mapped; they may go on writing there, but nothing is read."""
         flags = _FALLOC_KEEP_SIZE | _FALLOC_PUNCH_HOLE
-        _libc.fallocate(self.fd, flags, 0, self.num_bytes)  # where it fails the last process to unmap frees them
+        _libc.fallocate(self.fd, flags, 0, self.num_bytes)  # if it fails, the last process to unmap frees them
         self._close_fd()
         reserve(self.address, self.num_bytes)
         return True
@@ -135,7 +135,7 @@ class ShmTransport(MappedTransport[_Peer]):
         self._cells = SharedMemory(MAX_WRITERS * CELL_BYTES)
         self._memories: list[SharedMemory] = []
         self._together: dict[tuple[int, ...], Together] = {}
-        """What was posted together last."""
+        """The batches that were last posted together."""
 
     @property
     def endpoint(self) -> Endpoint:
@@ -144,7 +144,7 @@ class ShmTransport(MappedTransport[_Peer]):
         return Endpoint(transport="shm", member=self.member, data=msgspec.msgpack.encode(data))
 
     def allocate(self, num_bytes: int) -> Memory:
-        """Shared memory; freed when nobody holds or maps it any more."""
+        """Shared memory; freed when no process holds or maps it any more."""
         self._check_open()
         shared = SharedMemory(num_bytes)
         self._memories.append(shared)
@@ -199,7 +199,7 @@ class ShmTransport(MappedTransport[_Peer]):
         return replace(batch, dst=(batch.dst.astype(np.int64) + peer.ranges.shifts()[at]).astype(np.uint64))
 
     def post_direct(self, batches: Sequence[DirectBatch], tag: int) -> list[Ticket]:
-        """Everything is mapped here, so planes of all peers are copied in the order of their sources."""
+        """Everything is mapped here, so the planes of all peers are copied in source order."""
         if len(batches) < 2:
             return super().post_direct(batches, tag)
         self._check_tag(tag)
@@ -214,7 +214,7 @@ class ShmTransport(MappedTransport[_Peer]):
     def _write_together(
         self, job: Together, tag: int, futures: Sequence[Future[WriteResult]], cancelled: threading.Event
     ) -> None:
-        """Copy, and resolve every future whatever happens: nobody else looks at this thread."""
+        """Copy, and resolve every future whatever happens: nothing else watches this thread."""
         try:
             outcomes = self._copy_all(job, tag, cancelled)
         except Exception as error:
@@ -287,7 +287,7 @@ class ShmTransport(MappedTransport[_Peer]):
 
 
 def copy_planes(planes: Planes, num_threads: int) -> int:
-    """Copy planes inside this process's address space, digesting them on the way where that is wanted."""
+    """Copy planes inside this process's address space, digesting them on the way if required."""
     if planes.position is not None:
         return native.copy_digest_planes(planes, num_threads=num_threads)[0]
     native.copy_planes(planes, num_threads=num_threads)
@@ -295,7 +295,7 @@ def copy_planes(planes: Planes, num_threads: int) -> int:
 
 
 def copy_chunk(chunk: Batch, num_threads: int) -> int:
-    """Copy rows inside this process's address space, digesting them on the way where that is wanted."""
+    """Copy rows inside this process's address space, digesting them on the way if required."""
     if chunk.position is not None:
         return native.copy_digest(chunk.dst, chunk.src, chunk.position, chunk.length, num_threads=num_threads)
     native.copy(chunk.dst, chunk.src, chunk.length, num_threads=num_threads)

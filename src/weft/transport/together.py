@@ -1,8 +1,8 @@
-"""Planes for several peers as one sequence, in the order of their sources.
+"""Planes for several peers as one sequence, in source order.
 
-A trainer's tensor is usually cut between the ranks of an engine: every row of memory has a part for each. Writing to
-one rank after the other walks the source as often as there are ranks, in strides that the memory is slow at; writing in
-the order of the source reads everything once, in order. Measured with rows of 5 KB for two ranks: 15 instead of 8 GB/s.
+A trainer's tensor is usually split between the ranks of an engine: every row of memory has a part for each. Writing to
+one rank after the other walks the source once per rank, in strides that memory is slow at; writing in source order
+reads everything once, sequentially. Measured with rows of 5 KB for two ranks: 15 instead of 8 GB/s.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Together:
     chunks: tuple[Planes, ...]
     """The first Chunks of all batches as one table, then the second ones, and so on."""
     twin: tuple[int, ...]
-    """For each batch one with the same bytes at the same places of the digest, which is digested for both: replicas."""
+    """For each batch, one with the same bytes at the same digest positions, which is digested for both: replicas."""
 
     @classmethod
     def of(cls, batches: Sequence[DirectBatch]) -> Self:
@@ -44,7 +44,7 @@ _READ = ("src", "rows", "length", "src_stride", "position", "position_stride")
 
 
 def _same(a: DirectBatch, b: DirectBatch) -> bool:
-    """Whether two batches read the same bytes for the same places of the digest."""
+    """Whether two batches read the same bytes for the same digest positions."""
     if a is b:
         return True
     if len(a.chunks) != len(b.chunks):

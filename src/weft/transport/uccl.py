@@ -4,10 +4,10 @@ NOT RUN on the hardware it needs: there was no machine with both a GPU and an RD
 the signatures of uccl 0.1.1 (x86_64, Python 3.12, libcudart.so.12) and the project's sources; only its refusals are
 tested. Treat it as a draft, and run the contract tests first.
 
-What is known: the engine aborts the whole process where there is no GPU, so that is looked for before; a piece's size
-travels as 32 bits, so rows are cut; it has no deadline, so every write has its own; it cannot notify, so arrivals are
-cells {tag, bytes} in the target's host memory, written once the data's completion was seen. That a GPU sees data before
-its CPU sees the cell is not promised by PCIe; digests, which are checked before a version is used, would tell.
+What is known: the engine aborts the whole process if there is no GPU, so that is checked first; a piece's size travels
+as 32 bits, so rows are cut; it has no deadline, so every write has its own; it cannot notify, so arrivals are cells
+{tag, bytes} in the target's host memory, written once the data's completion was seen. PCIe does not guarantee that a
+GPU sees the data before its CPU sees the cell; the digests, checked before a version is used, would catch it.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from weft.transport.host import CELL_BYTES
 PIECE_BYTES = 1 << 30
 WRITE_DEADLINE_S = 60.0
 _NO_KEYS = (1 << 64) - 1
-"""The number of a registration that no network card took."""
+"""The number of a registration that no network card accepted."""
 
 
 class _EndpointData(msgspec.Struct, frozen=True):
@@ -61,7 +61,7 @@ class _Peer:
     connection: int
     cells: Any
     descriptors: dict[int, Any]
-    """By the start of the registered range."""
+    """Keyed by the start of the registered range."""
     ranges: Ranges = field(default_factory=Ranges)
     tag: int = 0
     counted: int = 0
@@ -77,7 +77,7 @@ class _UcclBatch(Batch):
 
 
 class _Region:
-    """Memory, as `register_memory` wants to see it: something like a tensor."""
+    """Memory in the form `register_memory` expects: a tensor-like object."""
 
     def __init__(self, address: int, num_bytes: int) -> None:
         self._address, self._num_bytes = address, num_bytes
@@ -104,7 +104,7 @@ class UcclTransport(Transport[_Peer]):
         self._engine = self._p2p.Endpoint(int(device.partition(":")[2]))
         self._engine.start_passive_accept()
         self._registrations: dict[tuple[int, int], tuple[Any, int]] = {}
-        self._cells = np.zeros((MAX_WRITERS + 1, 2), dtype=np.uint64)  # the last is what this member writes from
+        self._cells = np.zeros((MAX_WRITERS + 1, 2), dtype=np.uint64)  # this member writes from the last one
         self._cells_descriptor = self._register(int(self._cells.ctypes.data), self._cells.nbytes)
 
     @property
@@ -131,11 +131,11 @@ class UcclTransport(Transport[_Peer]):
         return Descriptor(transport="uccl", address=address, num_bytes=num_bytes, data=data)
 
     def register_source(self, address: int, num_bytes: int) -> Handle:
-        """The engine has to know sources, too."""
+        """The engine has to know sources as well."""
         return self.register(address, num_bytes)[0]
 
     def deregister(self, handle: Handle) -> None:
-        """Undo a registration and tell UCCL with the last one of this memory."""
+        """Undo a registration; UCCL is told when the last one of this memory is undone."""
         super().deregister(handle)
         descriptor, count = self._registrations.pop((handle.address, handle.num_bytes))
         if count > 1:
@@ -159,7 +159,7 @@ class UcclTransport(Transport[_Peer]):
         return peer
 
     def _translate(self, peer: _Peer, batch: Batch, at: NDArray[np.int64]) -> Batch:
-        """Rows become UCCL descriptors, made once and posted for every version."""
+        """Rows become UCCL descriptors, prepared once and posted for every version."""
         rows = cut_rows(batch, PIECE_BYTES)
         starts, ends = self._registered.columns()
         mine = [self._registrations[int(a), int(b - a)][0] for a, b in zip(starts, ends, strict=True)]
@@ -182,20 +182,20 @@ class UcclTransport(Transport[_Peer]):
         return [self._piece(of[number], start, size) for number, start, size in columns]
 
     def _piece(self, of: Any, address: int, num_bytes: int) -> Any:
-        """A part of registered memory, under the keys of the whole."""
+        """A part of registered memory, with the keys of the whole."""
         piece = self._p2p.XferDesc()
         piece.addr, piece.size = address, num_bytes
         piece.mr_id, piece.lkeys, piece.rkeys = of.mr_id, of.lkeys, of.rkeys
         return piece
 
     def _write(self, batch: Batch, tag: int, cancelled: threading.Event) -> WriteResult:
-        """Post, digest while the bytes travel, wait, then count. A write that was posted cannot be stopped."""
+        """Post, digest while the bytes travel, wait, then count. Once posted, a write cannot be stopped."""
         assert isinstance(batch, _UcclBatch)
         peer = self._known(batch.peer)
         if cancelled.is_set():
             raise TransportError(f"writing to {batch.peer} was stopped before it began")
         deadline = time.monotonic() + WRITE_DEADLINE_S
-        if tag != peer.tag:  # with zero bytes first, so that no reader sees a new tag together with the old count
+        if tag != peer.tag:  # first with zero bytes, so that no reader sees a new tag with the old count
             self._poke(batch.peer, peer, 1, 0, deadline)
             self._poke(batch.peer, peer, 0, tag, deadline)
             peer.tag, peer.counted = tag, 0
@@ -218,9 +218,9 @@ class UcclTransport(Transport[_Peer]):
         try:
             ok, transfer = self._engine.transfer(peer.connection, "write", local, remote)
         except RuntimeError as error:
-            raise TransportError(f"UCCL failed towards {member}: {error}") from error
+            raise TransportError(f"UCCL failed for {member}: {error}") from error
         if not ok:
-            raise PeerLost(f"UCCL does not take a write to {member}")
+            raise PeerLost(f"UCCL did not accept a write to {member}")
         return int(transfer)
 
     def _finish(self, member: str, transfer: int, deadline: float) -> None:
@@ -231,7 +231,7 @@ class UcclTransport(Transport[_Peer]):
             if done:
                 return
             if time.monotonic() > deadline:
-                raise TransferTimeout(f"{member} did not take a write in {WRITE_DEADLINE_S} s")
+                raise TransferTimeout(f"{member} did not accept a write in {WRITE_DEADLINE_S} s")
             time.sleep(2e-5)
 
     def arrived(self, tag: int, *, writer: int) -> int:
@@ -249,9 +249,9 @@ class UcclTransport(Transport[_Peer]):
 
 
 def _load(device: str) -> Any:
-    """UCCL's module, where everything it needs is there; it would abort the process otherwise."""
+    """UCCL's module, if everything it needs is present; otherwise it would abort the process."""
     if memory_kind(device) != "cuda":
-        raise TransportUnavailable(f"uccl moves GPU memory, not memory of {device}", hint="use nixl, or `auto`")
+        raise TransportUnavailable(f"uccl moves GPU memory, not {device} memory", hint="use nixl, or `auto`")
     try:
         module = importlib.import_module("uccl.p2p")
     except ImportError as error:

@@ -1,1 +1,1 @@
-"""Transfers on one GPU: tensors each in memory of their own, engines with fused and stacked tensors."""
+"""Transfers on one GPU: each tensor in its own memory, engines with fused and stacked tensors."""

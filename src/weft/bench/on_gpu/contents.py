@@ -1,6 +1,6 @@
 """What GPU benchmarks move: finite BF16 numbers that both sides derive from a tensor's name, an index and a version.
 
-A small step changes the sign of one element in PERIOD, other ones at every step.
+A small step changes the sign of one element in PERIOD, different ones at every step.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 PERIOD, STRIDE = 100, 37
 _MULTIPLIER, _VERSION_STEP = 2_654_435_761, 40_503_000_001
 _PIECE = 1 << 24
-"""Elements that are made at a time."""
+"""Elements made at a time."""
 
 
 def numbers(name: str, first: int, count: int, version: int, steps: int, device: torch.device) -> torch.Tensor:

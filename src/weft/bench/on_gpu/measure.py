@@ -1,6 +1,6 @@
-"""`weft bench transfer --device cuda:0`: versions between processes that share one GPU, beside the device's own copy.
+"""`weft bench transfer --device cuda:0`: versions between processes that share one GPU, compared with its own copy.
 
-The limit of a row is a perfect pass: the bytes that have to be read and written, at the rate of the device's own copy
+The limit of a row is a perfect pass: the bytes that must be read and written, at the rate of the device's own copy
 in the same run. Times run from `publish` until the engine, which waits in `take`, has committed. Every version is
 compared with what it should be, bit for bit.
 """
@@ -24,12 +24,12 @@ Say = Callable[[str], None]
 DEFAULT_MODEL = "qwen3-30b-a3b"
 PRECISIONS = ("bf16", "fp8")
 SPARE_BYTES = 3 << 30
-"""GPU memory that is left to Chunks, tables and what is compared."""
+"""GPU memory left for Chunks, tables and comparisons."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuMethod:
-    """One way weft can be set."""
+    """One set of weft's settings."""
 
     mode: ReceiverMode
     digest: DigestPolicy
@@ -37,7 +37,7 @@ class GpuMethod:
 
     @property
     def name(self) -> str:
-        """As it is shown."""
+        """The name that is shown."""
         digest = "" if self.digest is DigestPolicy.ON else ", digest off"
         return f"weft {self.mode}{', 1% changed' if self.delta is DeltaPolicy.ON else ''}{digest}"
 
@@ -48,7 +48,7 @@ class GpuMethod:
         return trainer + engine * (2 if self.digest is DigestPolicy.ON else 1)
 
     def needed_bytes(self, engine: int) -> int:
-        """GPU memory beside the weights."""
+        """GPU memory needed on top of the weights."""
         if self.delta is DeltaPolicy.ON:
             return 2 * engine + engine // 4
         return engine if self.mode is ReceiverMode.SHADOW else 0
@@ -76,7 +76,7 @@ class GpuRow:
     limit_s: float
     fraction_of_limit: float
     write_s: float | None = None
-    """The writes alone, without what deciding the version takes."""
+    """The writes alone, without the time to decide the version."""
     pause_s: float | None = None
     wire_bytes: int | None = None
     stages_s: dict[str, float] | None = None
@@ -86,7 +86,7 @@ class GpuRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuReport:
-    """What one run found."""
+    """The results of one run."""
 
     model: str
     num_layers: int
@@ -178,11 +178,11 @@ class _PrecisionRun:
         self._version, self._steps = 0, 0
 
     def weft(self, method: GpuMethod, missing: dict[str, str]) -> GpuRow | None:
-        """Publish some versions and compare each; None, and why, if the memory is too small."""
+        """Publish some versions and compare each; None, with the reason in `missing`, if the memory is too small."""
         needed = method.needed_bytes(self._engine_bytes) + SPARE_BYTES
         free = self._fleet.call("trainer", "free_bytes")[0]
         if needed > free:
-            why = f"needs {needed / 1e9:.0f} GB beside the weights, {free / 1e9:.0f} are free"
+            why = f"needs {needed / 1e9:.0f} GB on top of the weights, {free / 1e9:.0f} GB are free"
             missing[f"{method.name}, {self._precision}"] = why
             return None
         self._say(f"{self._case.model}, {self._precision}: {method.name}")
@@ -246,7 +246,7 @@ class _PrecisionRun:
         )
 
     def without_weft(self) -> GpuRow:
-        """A handle and a copy for every tensor, as one writes it with torch alone."""
+        """A handle and a copy for every tensor, with torch alone."""
         self._say(f"{self._case.model}: a CUDA-IPC copy for every tensor")
         times, is_right = [], True
         for _ in range(1 + self._repeat):

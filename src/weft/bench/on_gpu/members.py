@@ -34,12 +34,12 @@ WAIT_S = 300.0
 COPY_BYTES, NUM_COPIES = 4 << 30, 7
 _TORCH = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp8_e4m3": torch.float8_e4m3fn}
 _ENGINE = {"bf16": "bf16", "fp8": "fp8-block128"}
-"""What engine layouts call a precision."""
+"""The names of precisions in engine layouts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuSetup:
-    """Who a process is."""
+    """The identity of a process."""
 
     side: str
     rank: int
@@ -50,23 +50,23 @@ class GpuSetup:
     """Tensor-parallel size of the engine."""
     precision: str
     handles: Connection | None
-    """How the trainer and the first rank give each other handles of memory, in the way without weft."""
+    """Pipe on which the trainer and the first rank exchange memory handles, in the run without weft."""
 
 
 def load_layers(name: str, num_layers: int | None) -> Model:
     """A model, or its first layers."""
     model = load_model(name)
     if num_layers is not None and not 0 < num_layers <= model.num_layers:
-        raise ConfigError(f"{num_layers} layers of `{name}`, which has {model.num_layers}")
+        raise ConfigError(f"{num_layers} layers requested of `{name}`, which has {model.num_layers}")
     if num_layers is not None:
         model = build_model(name, {**model.config, "num_hidden_layers": num_layers})
     if any(tensor.dtype != "bf16" for tensor in model.policy_tensors):
-        raise ConfigError(f"`{name}` is not a model in BF16", hint="use one that is")
+        raise ConfigError(f"`{name}` is not a BF16 model", hint="use a BF16 model")
     return model
 
 
 class GpuTrainer:
-    """Holds all tensors of a model, each in memory of its own."""
+    """Holds all tensors of a model, each in its own memory."""
 
     def __init__(self, setup: GpuSetup) -> None:
         self._setup, self._device = setup, torch.device(setup.device)
@@ -117,7 +117,7 @@ class GpuTrainer:
         self._sender = Sender(address, rank=0, weights=weights_of(self._module), timeout_s=WAIT_S)
 
     def publish(self, version: int, start: float) -> tuple[float, float, dict[str, float]]:
-        """Publish and wait until it is served: seconds of all, seconds of writing, busy seconds of each stage."""
+        """Publish and wait until it is served: seconds in all, seconds of writing, busy seconds of each stage."""
         assert self._sender is not None
         sleep_until(start)
         began = time.monotonic()
@@ -250,7 +250,7 @@ class GpuEngine:
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    """As whole numbers, which are equal only if all bits are."""
+    """As integers, which are equal only if all bits are."""
     kinds: dict[int, Any] = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
     return tensor.view(kinds[tensor.element_size()])
 

@@ -1,4 +1,4 @@
-"""Where pieces of memory begin: at multiples of what devices copy fastest from."""
+"""Alignment of memory: devices copy fastest from multiples of it."""
 
 from __future__ import annotations
 
@@ -14,5 +14,5 @@ Bytes = TypeVar("Bytes", int, NDArray[np.int64])
 
 
 def aligned(num_bytes: Bytes, align: int = ALIGN) -> Bytes:
-    """So many bytes, or the next multiple of `align` above."""
+    """Bytes rounded up to a multiple of `align`."""
     return -(-num_bytes // align) * align

@@ -1,4 +1,4 @@
-"""64-bit fingerprints of rows of columns: equal rows of two tables have equal ones, whatever order they are in."""
+"""64-bit fingerprints of rows of columns: equal rows of two tables have equal fingerprints, in any order."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def name_keys(names: Iterable[str]) -> Keys:
 
 
 def mix(keys: Keys, *columns: NDArray[Any]) -> Keys:
-    """Fingerprints of rows that have these values beside what `keys` stands for: one round of SplitMix64 each."""
+    """Fingerprints of rows that have these values in addition to those of `keys`: one round of SplitMix64 each."""
     for column in columns:
         for values in column.T if column.ndim == 2 else (column,):
             mixed = keys + values.astype(np.uint64) + np.uint64(0x9E3779B97F4A7C15)

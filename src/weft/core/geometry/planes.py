@@ -79,8 +79,8 @@ def _innermost(outer: Ints) -> Int64s:
 
 Column = NDArray[np.uint64]
 LONG_ROW = 32 << 10
-"""Where several planes are walked together, longest row: what goes to several places is read from memory once, and from
-the cache for the others."""
+"""Longest row where several planes are walked together: what goes to several places is read from memory once, then from
+the cache."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -138,7 +138,7 @@ class Planes:
 
     @cached_property
     def runs(self) -> tuple[Column, Column, Column, Column | None]:
-        """Destination, source, length and position of every run, for those who need them one by one."""
+        """Destination, source, length and position of every run, for callers that need them one by one."""
         plane = np.repeat(np.arange(len(self)), self.rows.astype(np.int64))
         begins: Column = np.cumsum(self.rows, dtype=np.uint64) - self.rows
         row: Column = np.arange(len(plane), dtype=np.uint64) - begins[plane]
@@ -150,7 +150,7 @@ class Planes:
 
     @cached_property
     def back(self) -> Planes:
-        """The same planes, the other way round; not digested."""
+        """The same planes in the other direction; not digested."""
         return Planes(
             dst=self.src,
             src=self.dst,
@@ -165,7 +165,7 @@ class Planes:
         return replace(self, dst=self.dst + np.uint64(dst), src=self.src + np.uint64(src))
 
     def take(self, which: Ints | slice) -> Planes:
-        """Some of them."""
+        """A selection of the planes."""
         columns: dict[str, Any] = {name: getattr(self, name) for name in _COLUMNS}
         taken: dict[str, Any] = {name: None if column is None else column[which] for name, column in columns.items()}
         return Planes(**taken)
@@ -184,7 +184,7 @@ class Planes:
 def bundled(tables: Sequence[Planes], digests: Sequence[int]) -> Planes:
     """Planes of several receivers as one table, in the order of their sources; `digests[i]` is the digest of table i.
 
-    Planes that read parts of the same source rows are bundled. Long rows are cut, so that replicas are fed from the
+    Planes that read parts of the same source rows are bundled. Long rows are cut, so that replicas are served from the
     cache.
     """
     cut = [cut_long_rows(table) for table in tables]

@@ -1,1 +1,1 @@
-"""Layouts and recipes from what people and engines have: texts, files, traced loaders, reported columns."""
+"""Layouts and recipes from texts, files, traced loaders and reported columns."""

@@ -30,7 +30,7 @@ def parse_axes(text: str, *, allowed: Collection[str], what: str, example: str) 
         if (sizes[1] is not None) != (name == "hsdp"):
             raise ConfigError(
                 f"{what} layout `{text}`: `{part}`",
-                hint="hsdp takes replicas x shards, as in hsdp8x16; others one size",
+                hint="hsdp takes replicas x shards, as in hsdp8x16; other axes take one size",
             )
         axes[name] = tuple(int(size) for size in sizes if size is not None)
         if any(not 1 <= size <= MAX_RANKS for size in axes[name]):
@@ -42,7 +42,7 @@ def parse_axes(text: str, *, allowed: Collection[str], what: str, example: str) 
 
 
 def check_world(text: str, num_ranks: int, *, what: str) -> None:
-    """Raise if a layout has more ranks than weft plans for."""
+    """Raise if a layout has more ranks than weft supports."""
     if num_ranks > MAX_RANKS:
         raise ConfigError(
             f"{what} layout `{text}` has {num_ranks} ranks", hint=f"at most {MAX_RANKS} ranks are supported"

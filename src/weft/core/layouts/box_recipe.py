@@ -1,6 +1,6 @@
-"""Recipes of engines whose tensors are one box of a source each, from columns: what members of a run report.
+"""Recipes of engines whose tensors are one box of a source each, from the columns that members report.
 
-The same recipe as `Recipe.from_pieces` gives for one piece per tensor, at NumPy's cost and not Python's.
+The same recipe as `Recipe.from_pieces` gives for one piece per tensor, at the speed of NumPy instead of Python.
 
     recipe = recipe_of_boxes(taken, num_ranks=2)
 """
@@ -37,7 +37,7 @@ class TakenBoxes:
     source: Int64s
     dtype: Int64s
     num_dims: Int64s
-    """Of the tensor; dimensions behind have one element."""
+    """Of the tensor; trailing dimensions have one element."""
     extent: Int64s
     src_lo: Int64s
     src_dims: Int64s
@@ -65,7 +65,7 @@ class TakenBoxes:
         )
 
     def tensors(self, rows: Ints) -> tuple[Tensor, ...]:
-        """Many of them."""
+        """Several of the tensors."""
         names = (self.names[number] for number in self.name[rows].tolist())
         return tensors_of(names, self.dtypes, self.dtype[rows], self.num_dims[rows], self.extent[rows])
 
@@ -73,12 +73,12 @@ class TakenBoxes:
 def recipe_of_boxes(
     taken: TakenBoxes, *, num_ranks: int, num_replicas: int = 1, scaling: Mapping[str, Scaling] | None = None
 ) -> Recipe:
-    """The recipe of these tensors; those that are alike on several ranks share a row.
+    """The recipe of these tensors; tensors that are equal on several ranks share a row.
 
     `num_ranks` counts the ranks of all replicas. `scaling`: see `Recipe.from_pieces`.
     """
     if not len(taken):
-        raise LayoutError("the engine ranks are not usable", problems=("no engine rank has a tensor",))
+        raise LayoutError("the engine ranks are invalid", problems=("no engine rank has a tensor",))
     numbers = (taken.name, taken.source, taken.dtype, taken.num_dims, taken.src_dims, taken.op)
     _, same = distinct_rows(np.concatenate([np.stack(numbers, axis=1), taken.extent, taken.src_lo], axis=1))
     first, row = by_appearance(same)
@@ -118,5 +118,5 @@ def recipe_of_boxes(
 
 
 def _as_wide(column: Int64s, width: int, fill: int) -> Int64s:
-    """Coordinates of so many dimensions; all others are filled."""
+    """Coordinates widened to `width` dimensions; the added ones are filled."""
     return pad_dims(column, max(width, column.shape[1]), fill)[:, :width]

@@ -53,10 +53,10 @@ class EngineBox:
 
 
 class EngineBoxes:
-    """Of all ranks of a recipe."""
+    """The boxes of all ranks of a recipe."""
 
     def __init__(self, recipe: Recipe, shapes: Mapping[str, Dims]) -> None:
-        """`shapes`: of checkpoint tensors, by name."""
+        """`shapes`: shapes of checkpoint tensors, by name."""
         self._recipe = recipe
         self._shapes = [shapes[name] for name in recipe.sources]
         self._scale_shapes = [
@@ -65,7 +65,7 @@ class EngineBoxes:
         ]
 
     def of(self, rank: int) -> list[EngineBox]:
-        """Of one rank, in the order of the recipe; padding is left out."""
+        """The boxes of one rank, in the order of the recipe; padding is left out."""
         recipe, seen = self._recipe, Counter[str]()
         mine = np.flatnonzero(held_rows(recipe.engine, rank)[recipe.dst] & (recipe.op != Op.PAD))
         columns = (recipe.op, recipe.src, recipe.dst, recipe.src_lo, recipe.src_extent, recipe.dst_lo, recipe.axes)

@@ -90,7 +90,7 @@ def engine_recipe(model: Model, text: str, *, num_replicas: int = 1, dtype: str 
         raise ConfigError(f"unknown engine dtype `{dtype}`", hint=f"use one of {', '.join(DTYPES)}")
     mesh = parse_engine(text)
     if num_replicas < 1:
-        raise ConfigError(f"{num_replicas} engine replicas", hint="at least one replica is needed")
+        raise ConfigError(f"num_replicas is {num_replicas}", hint="give at least one replica")
     check_world(text, mesh.num_ranks * num_replicas, what="engine")
     _check_fits(model, mesh, text)
     rules = _Rules(model=model, mesh=mesh, num_replicas=num_replicas, dtype=dtype, text=text)

@@ -1,4 +1,4 @@
-"""Layouts as files, for what no text describes: explicit shards of a trainer, traced pieces of an engine.
+"""Layouts as files, for what a text cannot describe: explicit shards of a trainer, traced pieces of an engine.
 
 Trainer (`--trainer FILE.json`), shards of the model's tensors; strides are optional:
 
@@ -88,7 +88,7 @@ def read_engine_file(path: Path, model: Model, *, num_replicas: int) -> Recipe:
     content = _read(path, _EngineFile)
     if not content.ranks or num_replicas < 1:
         raise ConfigError(
-            f"`{path}`: {len(content.ranks)} ranks × {num_replicas} replicas", hint="at least one of each"
+            f"`{path}`: {len(content.ranks)} ranks × {num_replicas} replicas", hint="give at least one of each"
         )
     sources = {tensor.name: tensor.tensor() for tensor in model.policy_tensors}
     tensors: dict[int, list[Tensor]] = {}
@@ -125,6 +125,6 @@ def _read(path: Path, kind: type[Content]) -> Content:
             raise ConfigError(f"`{path}` is larger than {MAX_FILE_BYTES >> 20} MiB")
         return msgspec.json.decode(path.read_bytes(), type=kind)
     except OSError as error:
-        raise ConfigError(f"cannot read `{path}`: {error.strerror}") from error
+        raise ConfigError(f"`{path}` cannot be read: {error.strerror}") from error
     except msgspec.DecodeError as error:
         raise ConfigError(f"`{path}`: {error}", hint="docs/layouts.md shows the format") from error

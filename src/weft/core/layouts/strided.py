@@ -1,7 +1,7 @@
 """Recipes from traced loaders: strided copies between contiguous tensors, turned into as few boxes as possible.
 
 Running an engine's loader once with stand-in tensors gives, for every copy it makes, a view of the destination and a
-view of a checkpoint tensor. A strided view already is the composition of every narrow, chunk, transpose and reshape
+view of a checkpoint tensor. A strided view is already the composition of every narrow, chunk, transpose and reshape
 the loader did.
 
     recipe = recipe_from_strided({0: local_tensors}, {0: copies}, checkpoint_tensors)
@@ -106,7 +106,7 @@ def _too_many_boxes(piece: StridedPiece, count: int) -> LayoutError:
 
 
 def _cut_at_rows(piece: StridedPiece, dst_shape: tuple[int, ...], src_shape: tuple[int, ...]) -> list[StridedPiece]:
-    """Nothing if the view stays inside the rows of both tensors; else the same copy in parts that come closer to it."""
+    """Nothing if the view stays inside the rows of both tensors; else the same copy in parts that come closer."""
     for offset, strides, shape in (
         (piece.src_offset, piece.src_strides, src_shape),
         (piece.dst_offset, piece.dst_strides, dst_shape),

@@ -1,4 +1,4 @@
-"""Trainer layouts from a text: who holds what after DDP, FSDP, HSDP, tensor, pipeline and expert parallelism.
+"""Trainer layouts from a text: what each rank holds under DDP, FSDP, HSDP, tensor, pipeline and expert parallelism.
 
 Two families of text; pipeline stages are always outermost:
 
@@ -6,7 +6,7 @@ Two families of text; pipeline stages are always outermost:
   product of the axes, and ranks are numbered with the last axis of the text fastest, so that `fsdp16.ep8` has the
   eight expert parts on neighbouring ranks and `ep8.fsdp16` the sixteen shards. `hsdpRxS` is R replicas of S shards.
   Experts are split over `ep` and then sharded over `fsdp`; everything else is sharded over both (`fsdp16.ep8` is
-  128-way FSDP for attention). A part after a slash says otherwise: `fsdp16.ep8/hsdp16x8` keeps attention sharded
+  128-way FSDP for attention). A part after a slash overrides that: `fsdp16.ep8/hsdp16x8` keeps attention sharded
   8-way inside each of 16 groups of neighbours.
 - *Megatron* (`tp4.pp4.cp2.ep16`, `tp4.dp4.ep8`): pipeline stages of tp·cp·dp ranks; experts are folded over the ranks
   of a stage (`ep` divides tp·cp·dp; `dp` defaults to the smallest that makes it so).
@@ -66,7 +66,7 @@ class Gather(enum.StrEnum):
     MESH = "mesh"
     """`full_tensor()`: every FSDP shard is whole on all ranks of its mesh."""
     WORLD = "world"
-    """Everything on every rank: what sending from rank 0 needs."""
+    """Everything on every rank, as sending from rank 0 needs it."""
 
 
 def trainer_layout(model: Model, text: str, *, gather: Gather = Gather.NONE) -> Layout:
@@ -151,7 +151,7 @@ def _with_dense(mesh: Mesh, dense: str, text: str) -> Mesh:
     """Replace the sharding of everything but experts by the part after the slash."""
     axes = parse_axes(dense, allowed=("ddp", "fsdp", "hsdp"), what="trainer", example="fsdp16.ep8/hsdp16x8")
     if len(axes) != 1:
-        raise ConfigError(f"trainer layout `{text}`: one axis goes after the slash", hint="for example /hsdp16x8")
+        raise ConfigError(f"trainer layout `{text}`: expected one axis after the slash", hint="for example /hsdp16x8")
     replicas, shards = _data_parallel(axes)
     parts = mesh.dense.shape[-1]
     if replicas * shards * parts != mesh.stage_size:
@@ -164,7 +164,7 @@ def _with_dense(mesh: Mesh, dense: str, text: str) -> Mesh:
 
 
 def _gathered(mesh: Mesh) -> Mesh:
-    """Every rank that had one FSDP shard has them all."""
+    """The mesh after a gather: every rank with one FSDP shard has them all."""
     replicas, shards, experts, parts = mesh.expert.shape
     return Mesh(
         num_stages=mesh.num_stages,

@@ -50,7 +50,7 @@ def load_model(name: str) -> Model:
 
 
 def _catalog_name(name: str) -> str:
-    """`Qwen/Qwen3-8B` and `qwen3-8b-instruct` mean `qwen3-8b`."""
+    """`Qwen/Qwen3-8B` and `qwen3-8b-instruct` both give `qwen3-8b`."""
     short = name.lower() if name.count("/") == 0 else name.lower().rpartition("/")[2]
     if name.count("/") > 1 or Path(name[:200]).exists():
         return name
@@ -83,7 +83,9 @@ def _read_config(path: Path) -> Mapping[str, Any]:
     try:
         config = json.loads(path.read_text())
     except OSError as error:
-        raise ConfigError(f"cannot read `{path}`: {error.strerror}", hint="give the path of a config.json") from error
+        raise ConfigError(
+            f"`{path}` cannot be read: {error.strerror}", hint="give the path of a config.json"
+        ) from error
     except ValueError as error:
         raise ConfigError(f"`{path}` is not JSON: {error}") from error
     if not isinstance(config, dict):
@@ -147,7 +149,7 @@ class _Fields:
         return frozenset(value)
 
     def kinds(self, name: str, allowed: Mapping[str, bool]) -> list[bool] | None:
-        """A kind for every layer, as a list or a string of letters, as what each kind means; none if it is null."""
+        """A kind for every layer, as a list or a string of letters, as what each kind means; None if it is null."""
         value = self._config.get(name)
         if value is None:
             return None
@@ -392,7 +394,7 @@ def _indexer(fields: _Fields, writer: _LayerTensors, hidden: int, q_rank: int) -
 
 
 def _num_experts(fields: _Fields) -> int:
-    """Routed experts of a layer; none: all layers are dense."""
+    """Routed experts of a layer; 0: all layers are dense."""
     return fields.count("n_routed_experts", "num_experts", "num_local_experts", most=MAX_EXPERTS, least=0)
 
 

@@ -1,6 +1,6 @@
 """The `config.json` fields that decide tensor names, shapes and arithmetic.
 
-`DEFAULTS` has what a field means that a config does not have: for every family what Transformers takes (5.22; compared
+`DEFAULTS` has the values of fields that a config leaves out: for every family those of Transformers (5.22; compared
 with its models by tests/unit/test_catalog_against_transformers.py). `CONFIGS` has the catalog's models as published.
 """
 
@@ -388,5 +388,5 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "torch_dtype": "float32",
     },
 }
-"""Draft layers are not here: a checkpoint has them where its config says so. Nor is `kimi_k2` in Transformers: it has
+"""Draft layers are left out: a checkpoint has them where its config says so. `kimi_k2` is not in Transformers: it has
 DeepSeek-V3's fields."""

@@ -59,7 +59,7 @@ class ModelTensor:
     keeps_dtype: bool = False
     """Stays in its own precision on both sides, such as the router's FP32 correction bias."""
     engine_dtype: str = ""
-    """Precision engines hold it in, whatever their own is; `plain`: their own, but never FP8."""
+    """Precision in which engines hold it, whatever their own is; `plain`: their own, but never FP8."""
     policy: bool = True
     """Part of what an RL trainer updates and an engine serves; draft layers and stored scales are not."""
 
@@ -74,7 +74,7 @@ class ModelTensor:
         return int(np.prod(self.shape, dtype=np.int64))
 
     def tensor(self) -> Tensor:
-        """Without the parallelism attributes."""
+        """The tensor without the parallelism attributes."""
         return Tensor(name=self.name, dtype=self.dtype, shape=self.shape)
 
     def divides_into(self, num_parts: int) -> bool:

@@ -1,1 +1,1 @@
-"""The Plan, and what is asked of one: proof, bound, memory, files, explanations."""
+"""The Plan, and what is derived from it: proof, bound, memory, files, explanations."""

@@ -1,7 +1,7 @@
 """How good a plan is: the time its busiest resource needs, and a lower bound no plan of direct sends can beat.
 
 Direct means that every byte goes straight from a trainer rank that holds it to the engine rank that wants it, as in all
-of weft's plans. Engines that pass bytes on to each other could be faster where replicas want the same bytes.
+of weft's plans. Engines that forward bytes to each other could be faster where replicas want the same bytes.
 
 Resources are trainer ports (transmit), engine ports (receive), links inside a domain, host uplinks, and cross-rail
 capacity. The makespan is the busiest one's bytes over its line rate, or its writes times the NIC's gap.
@@ -90,7 +90,7 @@ def _busy(plan: Plan) -> dict[str, float]:
 
 
 def _bounds(plan: Plan) -> dict[str, float]:
-    """Lower bounds by kind of resource: bytes that must pass it, whoever sends them."""
+    """Lower bounds by kind of resource: bytes that must pass it, whatever the sender."""
     topology = plan.topology
     group, receiver, size = _flows(plan)
     local, crossing = _ways(plan, group, receiver)
@@ -167,7 +167,7 @@ def _forced(
 
 
 def _flows(plan: Plan) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-    """Bytes by (holder group, receiver): all that matters about who may send what to whom."""
+    """Bytes by (holder group, receiver): all that matters about possible senders and receivers."""
     num_engines = plan.topology.num_engines
     group = np.repeat(plan.trainer.group_of[plan.shard].astype(np.int64), plan.fan_out)
     size = np.repeat(plan.row_bytes, plan.fan_out)

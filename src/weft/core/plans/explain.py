@@ -1,4 +1,4 @@
-"""How one tensor travels: the routes of a plan that read or write it, in words a person can follow."""
+"""How one tensor travels: the routes of a plan that read or write it, in readable form."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def _row(plan: Plan, row: int) -> Explanation:
 
 
 def _travels(plan: Plan, row: int, routes: slice) -> tuple[str, int]:
-    """How a row travels (`direct` inside a link domain, else `zero_copy` or `packed`), and its writes if it has own."""
+    """How a row travels (`direct` inside a link domain, else `zero_copy` or `packed`), and its own writes, if any."""
     links = PairLinks.planned(plan.topology, plan.settings)
     if links.is_mapped[plan.sender[routes], plan.receiver[routes]].all():
         return Path.DIRECT.name.lower(), 0

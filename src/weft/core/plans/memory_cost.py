@@ -2,8 +2,8 @@
 
 - `staging="cpu"` keeps what a trainer sends in host memory, once for all engine ranks that get the same bytes.
 - Patches (`delta`) keep it twice: what the engines hold, and what comes next.
-- Engines keep a second copy in mode `shadow`. With patches they keep a small share of the weights for these, and in
-  modes `patch` and `in_place` a window that versions pass which are sent whole.
+- Engines keep a second copy in mode `shadow`. With patches they keep room for these, a small share of the weights, and
+  in modes `patch` and `in_place` a window for versions that are sent whole.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from weft.core.geometry.boxes import Ints
 from weft.core.plans.plan import Plan
 
 SMALLEST_PATCH_ROOM = 64 << 10
-"""Of a link: patches of few elements consist of headers."""
+"""Per link: patches of few elements are mostly headers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +43,7 @@ def patch_room(wire_bytes: Ints, share: float) -> Ints:
 
 
 def memory_cost(plan: Plan) -> MemoryCost:
-    """Memory beside the weights themselves."""
+    """Memory needed on top of the weights themselves."""
     images = image_bytes(plan)
     chunks = plan.chunks
     patches = patch_room(chunks.pair_sum(chunks.num_bytes, plan.pair_bytes.shape), TransferSettings().patch_share)
@@ -60,7 +60,7 @@ def memory_cost(plan: Plan) -> MemoryCost:
 
 
 def image_bytes(plan: Plan) -> Ints:
-    """Bytes every trainer sends, counting alike links once."""
+    """Bytes every trainer sends, counting equal links once."""
     number = np.repeat(np.arange(plan.num_rows, dtype=np.uint64), plan.fan_out)
     mixed = (number + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
     mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)

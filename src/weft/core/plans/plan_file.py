@@ -74,7 +74,7 @@ def save(plan: Plan, path: FilePath) -> str:
             file.writelines(blobs.values())
         part.replace(path)
     except OSError as error:
-        raise PlanError(f"cannot write `{path}`: {error.strerror}") from error
+        raise PlanError(f"`{path}` cannot be written: {error.strerror}") from error
     return identity
 
 
@@ -83,14 +83,14 @@ def load(path: FilePath) -> Plan:
     try:
         data = path.read_bytes()
     except OSError as error:
-        raise PlanError(f"cannot read `{path}`: {error.strerror}") from error
+        raise PlanError(f"`{path}` cannot be read: {error.strerror}") from error
     try:
         header, columns = _decode(data)
         plan = _plan(header, columns)
         plan.trainer.check()
         prove(plan)
     except _DAMAGE as error:
-        raise PlanError(f"`{path}` is not a whole weft plan: {error}", hint="make it again with `weft plan`") from error
+        raise PlanError(f"`{path}` is not a valid weft plan: {error}", hint="make it again with `weft plan`") from error
     except WeftError as error:
         raise PlanError(f"`{path}`: {error}", hint="make it again with `weft plan`") from error
     return plan
@@ -112,7 +112,7 @@ def _decode(data: bytes) -> tuple[dict[str, Any], Columns]:
         columns[name] = _read_column(data[position : position + stored], dtype, shape)
         position += stored
     if position != len(data):
-        raise ValueError("bytes after the last column, or missing ones")
+        raise ValueError("bytes are missing, or follow the last column")
     if _digest(header, columns) != header["digest"]:
         raise ValueError("the digest does not match: the file is damaged or was altered")
     return header, columns
@@ -128,7 +128,7 @@ def _read_column(blob: bytes, dtype: str, shape: list[int]) -> NDArray[Any]:
     inflater = zlib.decompressobj()
     raw = inflater.decompress(blob, expected + 1)
     if len(raw) != expected or not inflater.eof:
-        raise ValueError("a column has another length than its shape says")
+        raise ValueError("the length of a column does not match its shape")
     return np.frombuffer(raw, dtype=kind).reshape(shape)
 
 
@@ -207,7 +207,7 @@ def _check_references(header: dict[str, Any], columns: Columns) -> None:
     if source.min(initial=-1) < -1 or source.max(initial=-1) >= len(header["sources"]):
         raise ValueError("a piece reads a source that does not exist")
     if not isinstance(header["num_replicas"], int) or header["num_replicas"] < 1:
-        raise ValueError("the number of replicas is not a number")
+        raise ValueError("the number of replicas is invalid")
 
 
 def _plan(header: dict[str, Any], columns: Columns) -> Plan:
@@ -268,7 +268,7 @@ class Difference:
 
 
 def compare(old: Plan, new: Plan) -> Difference:
-    """Match routes of two plans by boxes and receiver, and see what changed."""
+    """Match routes of two plans by boxes and receiver, and list what changed."""
     old_keys, new_keys = _route_keys(old), _route_keys(new)
     _, in_old, in_new = np.intersect1d(old_keys, new_keys, return_indices=True)
     moved = old.sender[in_old] != new.sender[in_new]

@@ -1,6 +1,6 @@
 """The proof that a plan writes every destination byte exactly once, with the right bytes, from a rank that has them.
 
-`prove(plan)` looks only at the plan's columns, not at how they were made, so it also judges plans that were loaded
+`prove(plan)` looks only at the plan's columns, not at how they were made, so it also checks plans that were loaded
 or altered. A plan that fails is never run.
 """
 
@@ -90,7 +90,7 @@ def _prove_senders(plan: Plan) -> None:
     if wrong.any():
         row = int(np.searchsorted(plan.first, np.flatnonzero(wrong)[0], side="right") - 1)
         name = plan.trainer.tensors[plan.trainer.tensor_of[plan.shard[row]]].name
-        raise PlanError(f"trainer rank {int(plan.sender[wrong][0])} is to send a part of `{name}` it does not hold")
+        raise PlanError(f"trainer rank {int(plan.sender[wrong][0])} would send a part of `{name}` it does not hold")
 
 
 def _prove_cover(plan: Plan) -> None:

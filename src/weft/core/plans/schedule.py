@@ -38,11 +38,11 @@ class Schedule:
     phase: NDArray[np.int64]
     """Chunks of a later phase wait for the earlier ones; weft itself has a single phase."""
     before: NDArray[np.float64]
-    """Which part of its stream goes before the chunk, 0 to 1."""
+    """Fraction of its stream before the chunk, 0 to 1."""
     share: NDArray[np.float64]
-    """Which part of its stream the chunk is."""
+    """Fraction of its stream that the chunk makes up."""
     turn: NDArray[np.float64]
-    """Which part of a round of its sender goes before its receiver, 0 to 1."""
+    """Fraction of its sender's round before its receiver, 0 to 1."""
     starts: NDArray[np.int64]
     """Sender s has chunks `starts[s]` to `starts[s + 1]`."""
     num_slots: int

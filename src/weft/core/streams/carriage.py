@@ -1,4 +1,4 @@
-"""How one link carries its stream: what planner, simulator and both ends of the link decide paths by."""
+"""How one link carries its stream: planner, simulator and both ends of the link choose paths by it."""
 
 from __future__ import annotations
 
@@ -18,4 +18,4 @@ class Carriage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     is_kept: bool
     """Whether everything passes through an image the trainer keeps."""
     num_slots: int = 0
-    """Packed Chunks that lie in the engine's window at once, from where it drains them; 0: there is no window."""
+    """Packed Chunks that fit in the engine's window at once, which it drains; 0: no window."""

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from weft.core.plans.plan import Plan
 
 GROUP_BYTES = 64 << 20
-"""Weights of one trainer whose magnitudes are exchanged at once, at least."""
+"""Fewest bytes of one trainer's weights whose magnitudes are exchanged at once."""
 MAX_GROUPS = 64
 
 
@@ -27,11 +27,11 @@ class ScaleGroups:
     group: NDArray[np.int64]
     """Of every trainer tensor; -1 where it is not quantised."""
     first_key: NDArray[np.int64]
-    """Of every trainer tensor the first of its blocks; -1 where it is not quantised."""
+    """The first block of every trainer tensor; -1 where it is not quantised."""
 
     @classmethod
     def of(cls, plan: Plan) -> ScaleGroups:
-        """Groups of about equal size, so few that messages do not matter and so small that work overlaps."""
+        """Groups of about equal size: few enough that messages cost little, small enough that work overlaps."""
         trainer = plan.trainer
         tensors = np.unique(trainer.tensor_of[plan.quantized_shards]).astype(np.int64)
         size = (volume(trainer.shapes) * trainer.itemsize)[tensors]

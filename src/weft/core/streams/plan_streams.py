@@ -1,6 +1,6 @@
 """The Chunks of a plan: what every trainer writes to every engine rank, in how many operations.
 
-How a box travels depends on its link (`PairLinks`). Before a run these are what the topology says: pairs of one link
+How a box travels depends on its link (`PairLinks`). Before a run they follow from the topology: pairs of one link
 domain map each other's memory, others take descriptors. The runtime makes its links from the transports it has chosen.
 Both count with the functions of `weft.core.streams.stream`, which also cut what really runs.
 
@@ -48,7 +48,7 @@ class PairLinks:
 
     @classmethod
     def planned(cls, topology: Topology, settings: Settings) -> PairLinks:
-        """What a topology says, before transports are known: versions land beside the live weights."""
+        """The links of a topology, before transports are known: versions land next to the live weights."""
         shape = topology.num_trainers, topology.num_engines
         min_run_bytes = settings.min_write_bytes or topology.min_run_bytes("nixl")
         return cls(
@@ -91,7 +91,7 @@ class PlanChunks:
     """Operations; one for what a mapped link carries."""
 
     def pair_sum(self, values: Ints, shape: tuple[int, int]) -> Int64s:
-        """Something of every Chunk, added up in a matrix [trainer, engine]."""
+        """Values of all Chunks, summed in a matrix [trainer, engine]."""
         pair = self.sender * shape[1] + self.receiver
         summed = np.bincount(pair, weights=values, minlength=shape[0] * shape[1])
         return summed.astype(np.int64).reshape(shape)

@@ -48,7 +48,7 @@ class RowBoxes:
 
     @classmethod
     def of(cls, plan: Plan, groups: ScaleGroups) -> RowBoxes:
-        """Of all rows of a plan."""
+        """The boxes of all rows of a plan."""
         trainer, engine = plan.trainer, plan.recipe.engine
         shard, dst, axes = plan.shard, plan.dst, plan.recipe.axes[plan.piece]
         tensor = trainer.tensor_of[shard]
@@ -74,7 +74,7 @@ class RowBoxes:
 
     @property
     def compact(self) -> Int64s:
-        """Strides of the boxes as they lie in a stream."""
+        """Strides of the boxes in a stream."""
         return row_major_strides(self.extent)
 
     def run_bytes(self, *, lands_in_stream: bool) -> Int64s:
@@ -92,7 +92,7 @@ def right_aligned(values: Int64s, num_dims: Int64s, fill: int) -> Int64s:
 
 
 def _weights(plan: Plan) -> Int64s:
-    """Of every trainer tensor its own number; of scales, that of the weight they belong to."""
+    """Number of every trainer tensor; for scales that of their weight."""
     number = plan.trainer.numbers
     names = (tensor.name.removesuffix(SCALE_SUFFIX) for tensor in plan.trainer.tensors)
     return np.fromiter(map(number.__getitem__, names), dtype=np.int64, count=len(plan.trainer.tensors))

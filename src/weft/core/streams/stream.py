@@ -1,8 +1,8 @@
-"""Streams: all bytes one trainer rank owes one engine rank, in the order in which they travel, cut into Chunks.
+"""Streams: all bytes one trainer rank sends one engine rank, in the order in which they travel, cut into Chunks.
 
-One set of functions says where every byte lies in its stream and which Chunk carries it. The planner counts writes with
-it, the simulator schedules its Chunks, and both ends of a link compile their programs from it, so that what `weft plan`
-prints is what runs.
+One set of functions gives every byte its place in a stream and the Chunk that carries it. The planner counts writes
+with it, the simulator schedules its Chunks, and both ends of a link compile their programs from it, so that what
+`weft plan` prints is what runs.
 
 A box is cut into *units* no longer than a Chunk. Units that go straight from the weights come first, then those that
 are packed; inside, in the order in which scales become known (`group`), then in destination order. Chunks are filled
@@ -28,7 +28,7 @@ Int64s = NDArray[np.int64]
 UNIT_ALIGN = 16
 SECTION_ALIGN = 64
 _SECTIONS = 4
-"""Most sections of a Chunk (elements of 1, 2, 4 bytes), and one to spare."""
+"""Maximum sections of a Chunk (elements of 1, 2, 4 bytes), and one to spare."""
 
 
 class Path(enum.IntEnum):
@@ -98,15 +98,15 @@ class ChunkColumns:
 def paths_of(
     *, is_copy: NDArray[np.bool_], run_bytes: Ints, is_mapped: NDArray[np.bool_] | bool, min_run_bytes: Ints | int
 ) -> Int64s:
-    """How boxes leave: what changes on its way is packed; so is what consists of short runs, where each would be a
-    write of its own. `run_bytes`: bytes next to each other in the source and where they land."""
+    """How boxes leave: converted boxes are packed; so are boxes of short runs, where each run would be a write of its
+    own. `run_bytes`: bytes next to each other in the source and where they land."""
     straight = np.where(is_mapped, Path.DIRECT, np.where(run_bytes >= min_run_bytes, Path.ZERO_COPY, Path.PACKED))
     return np.where(is_copy, straight, Path.PACKED).astype(np.int64)
 
 
 def cut_streams(boxes: StreamBoxes, *, chunk_bytes: int | Ints) -> tuple[Units, ChunkColumns]:
-    """Units and Chunks of all streams. A Chunk is at most `chunk_bytes` long, which may differ from stream to stream
-    and is given for every box then."""
+    """Units and Chunks of all streams. A Chunk is at most `chunk_bytes` long; where that differs from stream to
+    stream, it is given for every box."""
     most = np.broadcast_to(np.asarray(chunk_bytes) - _SECTIONS * SECTION_ALIGN, len(boxes.stream))
     order = np.lexsort((boxes.place, boxes.group, boxes.path, boxes.stream))
     box, first, extent = _cut_boxes(boxes.extent[order], most[order] // boxes.width[order])
@@ -122,7 +122,7 @@ def cut_streams(boxes: StreamBoxes, *, chunk_bytes: int | Ints) -> tuple[Units, 
 
 @dataclass(frozen=True, slots=True)
 class _Sorted:
-    """Units in stream order, before they have places."""
+    """Units in stream order, before they have offsets."""
 
     box: Int64s
     first: Int64s

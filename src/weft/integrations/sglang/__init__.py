@@ -1,4 +1,4 @@
-"""SGLang: a plug-in, found through its entry point, that serves versions as they arrive.
+"""SGLang: a plug-in, discovered through its entry point, that serves versions as they arrive.
 
     WEFT_CONTROLLER=tcp://ctl:7070 python -m sglang.launch_server --model-path MODEL
 
@@ -9,7 +9,7 @@ between two of its iterations, on all ranks in the same one. Answers carry the v
 | module | process | does |
 |---|---|---|
 | `scheduler` | every scheduler | the Receiver; commits, caches, versions |
-| `front_end` | tokenizer manager | lets unfinished answers and `/model_info` say the version |
+| `front_end` | tokenizer manager | lets unfinished answers and `/model_info` report the version |
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ UPDATER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeig
 
 
 def plug_in() -> None:
-    """Called by SGLang in every one of its processes."""
+    """Called by SGLang in each of its processes."""
     if not engine_settings({}).controller:
         return
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType  # noqa: PLC0415

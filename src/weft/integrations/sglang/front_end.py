@@ -6,7 +6,7 @@ from typing import Any
 
 
 def listening(_: None, manager: Any) -> None:
-    """The manager has set up what it listens to: let it hear of versions from the scheduler, too."""
+    """The manager has set up its message handlers: let it also hear of versions from the scheduler."""
     from sglang.srt.managers.io_struct import UpdateWeightVersionReqInput  # noqa: PLC0415
     from sglang.utils import TypeBasedDispatcher  # noqa: PLC0415
 

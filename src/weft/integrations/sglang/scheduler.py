@@ -4,10 +4,10 @@ consumes      versions from trainers (Receiver); SGLang's own loop, through hook
 produces      committed weights, dropped caches, version spans
 waits for     ranks of the same engine, in SGLang's own broadcasts; in a commit: see EngineRank
 
-All ranks of an engine do the same in every iteration, because the first one tells the others what there is to do. So it
-also tells them which version to serve. They serve it if all of them have it, and then compare what they serve: where
-that differs, or is torn, the engine stands still until the next version. A receiver that fails is reported once, and
-the engine goes on with what it serves.
+All ranks of an engine do the same in every iteration, because the first one tells the others what to do. So it also
+tells them which version to serve. They serve it if all of them have it, and then compare what they serve: if that
+differs, or is torn, the engine stands still until the next version. A receiver that fails is reported once, and the
+engine keeps serving what it has.
 """
 
 from __future__ import annotations
@@ -52,22 +52,22 @@ IDLE_MS = 5
 RETRY_S = 60.0
 """When to try again to serve a version that one rank does not have; ranks wait for it each time."""
 HELD = 2
-"""`_engine_paused` of a torn engine: true, and not what SGLang's own routes make of it."""
+"""`_engine_paused` of a torn engine: truthy, and distinct from the value SGLang's own routes set."""
 HOOKED: list[str] = []
-"""What must be hooked in a scheduler; SGLang only logs where that fails."""
+"""What must be hooked in a scheduler; SGLang only logs if that fails."""
 _TOUCHED: WeakKeyDictionary[torch.nn.Module, set[str]] = WeakKeyDictionary()
 _RESERVED: WeakKeyDictionary[torch.nn.Module, Reservation | None] = WeakKeyDictionary()
-"""What was set aside for versions when a model was loaded."""
+"""Memory set aside for versions when a model was loaded."""
 
 
 def processing(original: Callable[..., Any], model: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
-    """SGLang processes what it has loaded: see which modules are left as they were loaded."""
+    """SGLang processes what it has loaded: note which modules stay as they were loaded."""
     touched = touched_modules(model, lambda: original(model, *args, **kwargs))
     _TOUCHED.setdefault(model, set()).update(touched)
 
 
 def loaded(_: Any, runner: Any) -> None:
-    """The model has its memory, and the KV cache not yet."""
+    """The model has its memory; the KV cache does not yet."""
     if not runner.is_draft_worker:
         _RESERVED[runner.model] = _reserved(runner.model)
 
@@ -79,7 +79,7 @@ def _reserved(model: torch.nn.Module) -> Reservation | None:
 
 
 def running(original: Callable[..., Any], scheduler: Any) -> Any:
-    """Everything is loaded and nothing runs yet; ends when the engine ends."""
+    """Everything is loaded and nothing runs yet; returns when the engine ends."""
     attendant = SchedulerAttendant(scheduler, engine_settings({}))
     scheduler.weft = attendant
     try:
@@ -96,7 +96,7 @@ class ServeVersion:
 
 
 def with_own_requests(requests: list[Any], scheduler: Any) -> list[Any]:
-    """In every iteration on the first rank: what it tells all ranks, beside requests of users."""
+    """In every iteration on the first rank: what it tells all ranks, in addition to users' requests."""
     attendant = getattr(scheduler, "weft", None)
     version = None if attendant is None else attendant.wanted
     return requests if version is None else [*requests, ServeVersion(version)]
@@ -117,7 +117,7 @@ def with_new_request(_: Any, scheduler: Any, request: Any) -> None:
 
 
 def releasing_memory(original: Callable[..., Any], updater: Any, request: Any) -> Any:
-    """Users take the engine's memory away, perhaps that of its weights."""
+    """The user takes the engine's memory away, perhaps that of its weights."""
     attendant = getattr(updater.scheduler, "weft", None)
     if attendant is None or not _names_weights(request):
         return original(updater, request)
@@ -131,7 +131,7 @@ def releasing_memory(original: Callable[..., Any], updater: Any, request: Any) -
 
 
 def resuming_memory(original: Callable[..., Any], updater: Any, request: Any) -> Any:
-    """They give it back."""
+    """The user gives it back."""
     answer = original(updater, request)
     attendant = getattr(updater.scheduler, "weft", None)
     if attendant is not None and _names_weights(request):
@@ -144,7 +144,7 @@ def _names_weights(request: Any) -> bool:
 
 
 def sleeping(sleeper: Any) -> None:
-    """An idle engine looks up more often than once a second."""
+    """An idle engine checks for versions more often than once a second."""
     sleeper.poller.poll(IDLE_MS)
 
 
@@ -159,7 +159,7 @@ class SchedulerAttendant:
         self._group = parallel.tp_group.cpu_group if parallel.tp_size > 1 else None
         self._cache = settings.cache
         if scheduler.enable_overlap and self._cache is not CachePolicy.RECOMPUTE:
-            log.warning("weft: with the overlap schedule running requests are computed again (cache policy recompute)")
+            log.warning("weft: with the overlap schedule, running requests are recomputed (cache policy recompute)")
             self._cache = CachePolicy.RECOMPUTE
         runner = scheduler.tp_worker.model_runner
         rank = settings.first_rank + (parallel.dp_rank or 0) * parallel.tp_size + parallel.tp_rank
@@ -172,7 +172,7 @@ class SchedulerAttendant:
         self._missed: tuple[int, float] | None = None
         """A version that not all ranks had, and when to try again."""
         self._wants_pause: bool | None = None
-        """What users want of an engine that stands still because its weights are torn."""
+        """Whether the user wants an engine paused that stands still because its weights are torn."""
         self._reported = ""
         scheduler._request_dispatcher += TypeBasedDispatcher([(ServeVersion, self.serve)])
 
@@ -190,18 +190,18 @@ class SchedulerAttendant:
         )
 
     def fall_asleep(self, *, discards: bool) -> None:
-        """Before the memory of the weights goes, on all ranks."""
+        """On all ranks, before the memory of the weights is released."""
         self._rank.fall_asleep(discards=discards)
         if torch.cuda.is_available():
-            torch.cuda.empty_cache()  # what versions landed in is for others now
+            torch.cuda.empty_cache()  # the memory versions landed in is now free for others
 
     def stay_awake(self) -> None:
-        """SGLang could not give the memory away."""
+        """SGLang could not release the memory."""
         self._rank.stay_awake()
         self._join_again()
 
     def _join_again(self) -> None:
-        """In SGLang's own loop, which must go on; the memory may still be lent out."""
+        """In SGLang's own loop, which must not fail; the memory may still be lent out."""
         try:
             self._rank.reservation = _reserved(self._model)
         except ConfigError as error:
@@ -212,7 +212,7 @@ class SchedulerAttendant:
             log.error("weft: the engine no longer receives versions: %s", error)
 
     def wake_up(self) -> None:
-        """The weights have memory again, on all ranks; if they were discarded, the engine waits for others."""
+        """The weights have memory again, on all ranks; if they were discarded, the engine waits for new ones."""
         self._join_again()
         self._rank.wake_up()
         if self._rank.status()["is_poisoned"] and self._wants_pause is None:
@@ -220,7 +220,7 @@ class SchedulerAttendant:
             self._stand_still(wants_pause=bool(self._scheduler._engine_paused))
 
     def _stand_still(self, *, wants_pause: bool) -> None:
-        """Until the next version; `wants_pause`: whether users want that, too."""
+        """Until the next version; `wants_pause`: whether the user wants a pause as well."""
         self._wants_pause, self._scheduler._engine_paused = wants_pause, HELD
 
     @property
@@ -231,7 +231,7 @@ class SchedulerAttendant:
         return None if is_missed else version
 
     def tend(self) -> None:
-        """See to the receiver; a torn engine stands still, whoever tells it to go on."""
+        """Attend to the receiver; a torn engine stands still even if it is told to resume."""
         self._report(self._rank.tend()["error"])
         if self._wants_pause is not None and self._scheduler._engine_paused is not HELD:
             self._stand_still(wants_pause=bool(self._scheduler._engine_paused))
@@ -277,7 +277,7 @@ class SchedulerAttendant:
         return bool(self._least(int(holds))[0])
 
     def _least(self, *numbers: int) -> list[int]:
-        """Of every number the least among all ranks of the engine."""
+        """The minimum of each number over all ranks of the engine."""
         found = torch.tensor(numbers, dtype=torch.int64)
         if self._group is not None:
             torch.distributed.all_reduce(found, op=torch.distributed.ReduceOp.MIN, group=self._group)
@@ -289,14 +289,14 @@ class SchedulerAttendant:
         self._version = version
         scheduler.record_weight_version_change(new_version=str(version))
         told = UpdateWeightVersionReqInput(new_version=str(version))
-        scheduler.ipc_channels.send_to_tokenizer.send_output(told)  # goes nowhere on all ranks but one
+        scheduler.ipc_channels.send_to_tokenizer.send_output(told)  # a no-op on all ranks but one
         if self._cache is not CachePolicy.REUSE:
             self._part_from_cache()
 
     def _part_from_cache(self) -> None:
-        """Empty the cache if nobody runs; otherwise let nobody find what older weights computed."""
+        """Empty the cache if no request runs; otherwise hide what older weights computed from all other requests."""
         scheduler = self._scheduler
-        scheduler._engine_paused, paused = True, scheduler._engine_paused  # requests that wait hold nothing
+        scheduler._engine_paused, paused = True, scheduler._engine_paused  # waiting requests hold nothing
         flushed = scheduler.is_fully_idle(ignore_waiting=True) and scheduler.flush_cache(empty_cache=False)
         scheduler._engine_paused = paused
         for request in [*scheduler.waiting_queue, *scheduler.grammar_manager.grammar_queue]:
@@ -321,7 +321,7 @@ class SchedulerAttendant:
 
 
 def _look_in_every_iteration(_: int | None) -> None:
-    """The first rank does; nobody has to call it."""
+    """The first rank checks by itself and need not be notified."""
 
 
 def _check_parallelism(parallel: Any) -> None:
@@ -337,11 +337,11 @@ def _check_parallelism(parallel: Any) -> None:
 def _check_hooks() -> None:
     missing = [target for target in HOOKED if target not in HookRegistry._patched]
     if missing:
-        raise ConfigError(f"this SGLang has no {', '.join(missing)}", hint="weft was made for SGLang 0.5.23")
+        raise ConfigError(f"this SGLang has no {', '.join(missing)}", hint="weft is written for SGLang 0.5.23")
 
 
 def loaded_weights(model: torch.nn.Module, checkpoint: Path) -> Weights:
-    """What a Receiver should receive: traced from the model's own loader, written where it lives."""
+    """What a Receiver receives: traced from the model's own loader, written where the parameters live."""
     live = dict(model.named_parameters(remove_duplicate=False))
     trace = trace_loader(model.load_weights, checkpoint_tensors(checkpoint), live)  # type: ignore[arg-type]
     touched = _TOUCHED.get(model)
@@ -352,6 +352,6 @@ def loaded_weights(model: torch.nn.Module, checkpoint: Path) -> Weights:
     written = {copy.dst for copy in trace.copies}
     packed = tuple(f"{name} is held in another layout" for name in written if name.rpartition(".")[0] in touched)
     if packed:
-        hint = "weft writes only parameters that SGLang leaves as it has loaded them (no packing, no quantisation)"
-        raise LayoutError("SGLang has changed parameters after loading", problems=packed, hint=hint)
+        hint = "weft writes only parameters that SGLang leaves as it loaded them (no packing, no quantisation)"
+        raise LayoutError("SGLang changed these parameters after loading", problems=packed, hint=hint)
     return weights_of_pieces(live, trace.pieces(), trace.sources)

@@ -1,4 +1,4 @@
-"""vLLM: a weight-transfer backend called `weft`, found through vLLM's plug-in entry point.
+"""vLLM: a weight-transfer backend called `weft`, discovered through vLLM's plug-in entry point.
 
     WEFT_CONTROLLER=tcp://ctl:7070 vllm serve MODEL --weight-transfer-config '{"backend": "weft"}'
 
@@ -7,7 +7,7 @@ workers between two steps. Nothing else has to be called; vLLM's own weight-tran
 
 | module | process | does |
 |---|---|---|
-| `loading` | worker | where a checkpoint tensor goes in this model, and how the engine's own packing is done again |
+| `loading` | worker | where a checkpoint tensor goes in this model, and how the engine's own packing is repeated |
 | `worker` | worker | the Receiver; what the engine core and vLLM's routes ask of a worker |
 | `core` | engine core | when to commit: between two steps, on all workers together; caches and version |
 | `trainer` | trainer | vLLM's own client protocol, over a Sender |
@@ -19,7 +19,7 @@ BACKEND = "weft"
 
 
 def register() -> None:
-    """Called by vLLM in every one of its processes, before a model is loaded; may be called again."""
+    """Called by vLLM in each of its processes, before a model is loaded; may be called again."""
     from vllm.distributed.weight_transfer import (  # noqa: PLC0415
         WeightTransferEngineFactory,
         WeightTransferTrainerFactory,

@@ -1,13 +1,13 @@
 """In vLLM's engine-core process: commits versions between two steps, on all workers together.
 
-consumes      notices of the workers that a version wants to be committed; calls of vLLM's step functions
+consumes      notices from the workers that a version is ready to commit; calls of vLLM's step functions
 produces      `weft_serve` on all workers; dropped caches; the version that responses carry
 waits for     workers, in `attend`                      unblocked by   their answers; they have deadlines
 
 Only the engine core knows where a step ends, and only it holds the scheduler and the prefix cache. Batches that were
 handed to workers ahead of time are finished first, so that every token is labelled with the version that computed it.
 An idle engine is woken up. Engines whose ranks compute together across several engine cores (data parallel, experts
-spread over them) stop by vLLM's own agreement between the cores.
+spread over them) stop through vLLM's own agreement between the cores.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ log = logging.getLogger("vllm.weft")
 
 
 def extend_engine_core() -> None:
-    """Let engine cores whose backend is weft look for versions between two steps."""
+    """Let engine cores whose backend is weft check for versions between two steps."""
     from vllm.v1.engine.core import EngineCore, EngineCoreProc  # noqa: PLC0415
 
     EngineCore._initialize_kv_caches = _attending(EngineCore._initialize_kv_caches)
@@ -81,7 +81,7 @@ def _with_new_request(add_request: Any) -> Any:
 
 
 def _with_calls(collective_rpc: Any) -> Any:
-    """vLLM's own routes reach workers past the attendant."""
+    """vLLM's own routes reach the workers without going through the attendant."""
 
     @functools.wraps(collective_rpc)
     def with_calls(core: Any, method: Any, *args: Any, **kwargs: Any) -> Any:
@@ -120,15 +120,15 @@ def _leaving(shutdown: Any) -> Any:
 
 
 class Brake:
-    """Keeps a scheduler from scheduling; what users want of it meanwhile (pause, resume) takes effect afterwards."""
+    """Keeps a scheduler from scheduling; a pause or resume by the user meanwhile takes effect afterwards."""
 
     def __init__(self, core: Any) -> None:
         self._core = core
         self._wished: Any = None
-        """The state users want; None while the brake is off."""
+        """The state the user wants; None while the brake is off."""
 
     def hold(self) -> None:
-        """Schedule nothing more, whoever tells the scheduler to go on."""
+        """Schedule nothing more, even if the scheduler is told to resume."""
         from vllm.v1.core.sched.interface import PauseState  # noqa: PLC0415
 
         scheduler = self._core.scheduler
@@ -141,11 +141,11 @@ class Brake:
         self._wished = state
 
     def release(self) -> None:
-        """Do what users want."""
+        """Restore the state the user wants."""
         if self._wished is not None:
             scheduler, wished = self._core.scheduler, self._wished
             self._wished = None
-            del scheduler.set_pause_state  # the scheduler's own again
+            del scheduler.set_pause_state  # the scheduler's own method again
             scheduler.set_pause_state(wished)
 
 
@@ -164,13 +164,13 @@ class CoreAttendant:
         self._core = core
         self._settings = settings_of(core.vllm_config)
         self._notices: queue.SimpleQueue[Notice] = queue.SimpleQueue()
-        """What receivers want; from the listening thread."""
+        """What receivers request; from the listening thread."""
         self._wanted: dict[_Wanted, set[int]] = {}
-        """What wants to be committed, and the workers that have it."""
+        """What is ready to commit, and the workers that have it."""
         self._is_stopping = False
         """Whether the cores of this engine are agreeing on a step."""
         self._must_resume = False
-        """Whether they were running before."""
+        """Whether the cores were running before."""
         self._is_called = False
         """Whether an idle core was asked to attend."""
         self._commits: list[int] = []
@@ -181,7 +181,7 @@ class CoreAttendant:
         self._brake = Brake(core)
         self._reported: set[str] = set()
         """Errors that were logged."""
-        self._folder = tempfile.TemporaryDirectory(prefix="weft-vllm-")  # nobody else may send notices
+        self._folder = tempfile.TemporaryDirectory(prefix="weft-vllm-")  # so that no other user can send notices
         self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PULL)
         self._socket.setsockopt(zmq.LINGER, 0)
         address = f"ipc://{self._folder.name}/notices"
@@ -192,12 +192,12 @@ class CoreAttendant:
         self._thread.start()
 
     def between_steps(self) -> None:
-        """Attend if anybody wants it."""
+        """Attend if a receiver requests it."""
         if self._wanted or not self._notices.empty():
             self.attend()
 
     def close(self) -> None:
-        """Listen no longer."""
+        """Stop listening."""
         self._is_closed.set()
         self._thread.join(2.0)
 
@@ -210,7 +210,7 @@ class CoreAttendant:
         self._folder.cleanup()
 
     def _call_idle_core(self) -> None:
-        """A core without requests waits for its input; one inside the user's own process waits for their next call."""
+        """A core without requests waits for input; one inside the user's own process waits for the next call."""
         if hasattr(self._core, "_idle_state_callbacks") and hasattr(self._core, "input_queue") and not self._is_called:
             self._is_called = True
             self._core._idle_state_callbacks.append(self._attend_idle)
@@ -219,7 +219,7 @@ class CoreAttendant:
     def _attend_idle(self, _: Any) -> None:
         self._is_called = False
         self.between_steps()
-        if self._core.has_work():  # which stood still until this version
+        if self._core.has_work():  # which was on hold until this version
             self._wake_up()
 
     def _wake_up(self) -> None:
@@ -228,7 +228,7 @@ class CoreAttendant:
         self._core.input_queue.put_nowait((EngineCoreRequestType.WAKEUP, None))
 
     def attend(self) -> None:
-        """Between two steps: do what the workers' receivers want."""
+        """Between two steps: do what the workers' receivers request."""
         if self._take_notices():
             self._ask_workers("weft_tend")
         if self._next() is None or self._is_stopping or self._must_finish_batches():
@@ -245,7 +245,7 @@ class CoreAttendant:
         return max(ready, key=lambda wanted: (wanted.num_joins, wanted.version), default=None)
 
     def _take_notices(self) -> bool:
-        """Whether any receiver wants something else than a commit."""
+        """Whether any receiver wants something other than a commit."""
         others = False
         with contextlib.suppress(queue.Empty):
             while True:
@@ -258,7 +258,7 @@ class CoreAttendant:
         return others
 
     def _must_finish_batches(self) -> bool:
-        """Whether workers still compute batches; no new ones are scheduled then."""
+        """Whether workers are still computing batches; no new ones are scheduled then."""
         if self._core.batch_queue:
             self._brake.hold()
         return bool(self._core.batch_queue)
@@ -280,7 +280,7 @@ class CoreAttendant:
         go_on() if stopped is None else stopped.add_done_callback(go_on)
 
     def _ask_workers(self, method: str, *args: Any) -> list[dict[str, Any]]:
-        """What all workers say; new errors are logged."""
+        """The answers of all workers; new errors are logged."""
         answers = self._core.model_executor.collective_rpc(method, args=args)
         errors = {answer["error"] for answer in answers if answer["error"]}
         for error in sorted(errors - self._reported):
@@ -300,7 +300,7 @@ class CoreAttendant:
         self._settle(answers, is_torn=is_torn)
 
     def _settle(self, answers: list[dict[str, Any]], *, is_torn: bool) -> None:
-        """What workers serve has perhaps changed: stand still, or show it."""
+        """What the workers serve may have changed: stand still, or report it."""
         self._is_torn = is_torn
         if is_torn:
             states = ", ".join(f"rank {a['rank']}: {'torn' if a['is_poisoned'] else a['version']}" for a in answers)
@@ -333,9 +333,9 @@ class CoreAttendant:
             self._core.reset_encoder_cache()
 
     def _part_from_old_blocks(self) -> None:
-        """Blocks are found by hashes that are chained from one first value: with another one nobody finds old blocks.
+        """Blocks are found by hashes chained from an initial value: with another one, old blocks are never found.
 
-        Running requests keep their blocks and their chains; those that wait are given new chains.
+        Running requests keep their blocks and their chains; waiting requests are given new chains.
         """
         from vllm.v1.core import kv_cache_utils  # noqa: PLC0415
 
@@ -347,7 +347,7 @@ class CoreAttendant:
             self.separate(request)
 
     def separate(self, request: Any) -> None:
-        """Let a request that holds no blocks look for those of the present version; it may have been hashed before."""
+        """Let a request that holds no blocks look for blocks of the present version; it may have been hashed before."""
         if self._has_parted:
             request.block_hashes.clear()
             request.update_block_hashes()
@@ -361,5 +361,5 @@ class CoreAttendant:
 
 
 def _is_torn(answers: list[dict[str, Any]]) -> bool:
-    """Whether workers serve different versions, or half of one."""
+    """Whether workers serve different versions, or part of one."""
     return len({answer["version"] for answer in answers}) > 1 or any(answer["is_poisoned"] for answer in answers)

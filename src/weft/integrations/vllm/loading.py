@@ -1,10 +1,10 @@
-"""Where a checkpoint tensor goes in a vLLM model, and what has to be done again after it was written.
+"""Where a checkpoint tensor goes in a vLLM model, and what has to be repeated after it was written.
 
-vLLM loads a checkpoint into parameters of its *loader's* layout and then lets every layer process them: on CPUs linear
-weights are packed into handles of a library, experts are permuted, MLA derives matrices. So a model is looked at twice:
+vLLM loads a checkpoint into parameters in its *loader's* layout and then lets every layer process them: on CPUs linear
+weights are packed into handles of a library, experts are permuted, MLA derives matrices. So a model is examined twice:
 
 1. While vLLM loads it (`watch_loading`): which checkpoint tensors there are, and which modules' parameters were touched
-   in any way by the processing. What nobody touched is *plain*: the loader's bytes are the live bytes.
+   in any way by the processing. Untouched parameters are *plain*: the loader's bytes are the live bytes.
 2. When a version is to be received (`LoadedModel`): vLLM's own loader is traced on stand-ins of the loader's layout.
    Plain parameters are written where they live. The others get memory of their own in the loader's layout; after a
    commit vLLM's own processing makes the live form from it, and the results are copied to where they were before, so
@@ -47,7 +47,7 @@ _SEEN: WeakKeyDictionary[torch.nn.Module, _Seen] = WeakKeyDictionary()
 
 
 def watch_loading() -> None:
-    """Look on while vLLM loads models that weft will update."""
+    """Watch vLLM load models that weft will update."""
     from vllm.model_executor.model_loader import base_loader, default_loader, utils  # noqa: PLC0415
 
     loader = default_loader.DefaultModelLoader
@@ -80,7 +80,7 @@ def _noting_names(get_all_weights: Any) -> Any:
 
 
 def _not_retying(retie: Any) -> Any:
-    """vLLM lets an output head that equals the embeddings share their memory; in the next version it may differ."""
+    """vLLM lets an output head that equals the embeddings share their memory; in the next version they may differ."""
 
     @functools.wraps(retie)
     def not_retying(model: torch.nn.Module, *args: Any) -> None:
@@ -115,7 +115,7 @@ class _Kept:
         return cls(dict(module._parameters), dict(module._buffers), set(module._non_persistent_buffers_set))
 
     def put_back(self, module: torch.nn.Module) -> None:
-        """Let the module hold what it held; objects, not copies."""
+        """Let the module hold what it held before; objects, not copies."""
         module._parameters.clear()
         module._parameters.update(self.parameters)
         self.put_back_buffers(module)
@@ -141,22 +141,22 @@ class LoadedModel:
         self._homes: dict[str, torch.Tensor] = {}
         """The memory that is written, by destination of the trace."""
         self._staged: dict[str, dict[str, torch.Tensor]] = {}
-        """By module and parameter: loader's layout of what the engine holds in another."""
+        """By module and parameter: the loader's layout of what the engine holds in another layout."""
         self._find_homes(stand_ins, live, touched)
 
     @property
     def num_staged_bytes(self) -> int:
-        """Memory beside the live weights, for those the engine holds in a layout of its own."""
+        """Memory beside the live weights, for parameters the engine holds in its own layout."""
         staged = {id(t): t.nbytes for parameters in self._staged.values() for t in parameters.values()}
         return sum(staged.values())
 
     def weights(self) -> Weights:
-        """What a Receiver should receive."""
+        """What a Receiver receives."""
         return weights_of_pieces(self._homes, self.trace.pieces(), self.trace.sources)
 
     @contextmanager
     def _as_loaded(self) -> Iterator[dict[str, torch.Tensor]]:
-        """The model with stand-ins (meta tensors) of the layout its loader fills; tied parameters share one."""
+        """The model with stand-ins (meta tensors) in the layout its loader fills; tied parameters share one."""
         kept = {name: _Kept.of(module) for name, module in self._modules.items()}
         tied: dict[int, Any] = {}
         try:
@@ -198,7 +198,7 @@ class LoadedModel:
 
     @torch.no_grad()
     def process(self) -> None:
-        """After a commit: let the engine make its own layout of what was staged."""
+        """After a commit: let the engine convert what was staged into its own layout."""
         from vllm.model_executor.layers.attention import is_deferred_attention_layer  # noqa: PLC0415
         from vllm.utils.torch_utils import set_default_torch_dtype  # noqa: PLC0415
 
@@ -223,7 +223,7 @@ class LoadedModel:
 
 
 def _restore(module: torch.nn.Module) -> None:
-    """Give a module stand-ins of the parameters its loader fills, with their loaders."""
+    """Give a module stand-ins for the parameters its loader fills, with their loaders."""
     from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info  # noqa: PLC0415
     from vllm.model_executor.model_loader.reload.meta import restore_layer_on_meta  # noqa: PLC0415
 
@@ -255,7 +255,7 @@ def _process_again(module: torch.nn.Module, staged: dict[str, torch.Tensor]) -> 
 
 
 def _dressed(tensor: torch.Tensor, stand_in: Any) -> Any:
-    """A tensor with class and attributes (weight loaders, dimensions) of the parameter it stands for."""
+    """A tensor with the class and attributes (weight loaders, dimensions) of the parameter it stands for."""
     tensor.__class__ = stand_in.__class__
     tensor.__dict__ = stand_in.__dict__.copy()
     return tensor

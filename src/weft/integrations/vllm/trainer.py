@@ -5,7 +5,7 @@
     )
     engine.send_weights()             # publish, and wait until the server serves it
 
-Rank 0 runs the controller. With a `ModuleSource` every trainer rank sends what it holds; with any other source rank 0
+Rank 0 runs the controller. With a `ModuleSource` every trainer rank sends what it holds; with any other source, rank 0
 sends what it yields, from memory that is kept. A trainer that uses `weft.Sender` itself needs none of this.
 """
 
@@ -33,11 +33,11 @@ HEAD_START_S = 5.0
 
 @dataclass
 class WeftTrainerInit(TrainerInitInfo):
-    """Who takes part. Settings of the transfer live here, and are shipped to all members."""
+    """Which members take part. Settings of the transfer live here, and are shipped to all members."""
 
     backend: ClassVar[str] = BACKEND
     controller: str = "tcp://127.0.0.1:*"
-    """Where rank 0 lets the controller listen, and the others find it; a port of its own with several trainer ranks."""
+    """Where rank 0's controller listens, and the others find it; a fixed port if there are several trainer ranks."""
     num_trainers: int = 1
     num_engine_ranks: int = 1
     ranks_per_engine: int = 1
@@ -78,7 +78,7 @@ class WeftTrainer(TrainerWeightTransferEngine[WeftTrainerInit]):
     def trainer_init(cls, init_info: WeftTrainerInit, *, client: Any, source: Any = None) -> Self:
         """Called on every trainer rank."""
         if source is None:
-            raise ValueError("the weft backend needs a source: what should be sent?")
+            raise ValueError("the weft backend needs a `source` of the weights to send")
         return cls(init_info, client=client, source=source)
 
     def send_weights(self) -> None:
@@ -94,10 +94,10 @@ class WeftTrainer(TrainerWeightTransferEngine[WeftTrainerInit]):
             publication.wait_committed(self._timeout_s)
 
     def _drive_engines(self, publication: Publication) -> None:
-        """vLLM's sequence of calls; a publication that fails is not waited for any longer.
+        """vLLM's sequence of calls; a publication that has failed is no longer waited for.
 
-        Engines stand still while they are called, so that is put off until the version is there, where they take it by
-        themselves; those inside a user's process have to be called first.
+        Engines stand still while they are called, so engines that take versions on their own are called only when the
+        version has arrived; those inside a user's process have to be called first.
         """
         self.client.start_weight_update()
         soon = time.monotonic() + HEAD_START_S
@@ -114,13 +114,13 @@ class WeftTrainer(TrainerWeightTransferEngine[WeftTrainerInit]):
         self.client.finish_weight_update(weight_version=str(self._version))
 
     def _first_staged(self) -> Weights:
-        """Memory for a source that yields tensors: the same in every round."""
+        """Memory for a source that yields tensors: the same for every version."""
         assert self.source is not None
         self._staged.tensors = {meta.name: torch.empty(meta.shape, dtype=meta.dtype) for meta in self.source.metadata()}
         return self._staged.weights()
 
     def _walk_source(self) -> None:
-        """Making tensors is collective: all ranks walk through them, rank 0 keeps what they hold."""
+        """Making tensors is collective: all ranks iterate over them, rank 0 keeps their contents."""
         assert self.source is not None
         if self.is_sender:
             self._staged.fill(self.source)
@@ -129,7 +129,7 @@ class WeftTrainer(TrainerWeightTransferEngine[WeftTrainerInit]):
                 pass
 
     def shutdown(self) -> None:
-        """Leave; the engines go on serving what they have."""
+        """Leave; the engines keep serving what they have."""
         if self._sender is not None:
             self._sender.close()
         if self._controller is not None:

@@ -1,7 +1,7 @@
 """In every vLLM worker process: the Receiver, and what the engine core and vLLM's own routes ask of it.
 
-consumes      versions from trainers (Receiver); calls of the engine core (`weft_*`); vLLM's weight-transfer calls
-produces      notices to the engine core that a version wants to be committed
+consumes      versions from trainers (Receiver); calls from the engine core (`weft_*`); vLLM's weight-transfer calls
+produces      notices to the engine core that a version is ready to commit
 waits for     in `serve`: see EngineRank
 """
 
@@ -37,7 +37,7 @@ from weft.runtime.weights import Weights
 log = logging.getLogger("vllm.weft")
 
 DISCARDS = 2
-"""The level of sleep at which vLLM does not keep the weights."""
+"""The sleep level at which vLLM does not keep the weights."""
 
 
 class Notice(msgspec.Struct, frozen=True):
@@ -46,16 +46,16 @@ class Notice(msgspec.Struct, frozen=True):
     rank: int
     """Among the workers of this core."""
     version: int | None
-    """What wants to be committed; None: the receiver wants something else."""
+    """What is ready to commit; None: the receiver wants something else."""
     controller: str
     """Whose version it is."""
     num_joins: int
-    """How often the worker has joined: what it said before it joined again does not count."""
+    """How often the worker has joined: notices from before its latest join do not count."""
 
 
 @dataclass
 class WeftInit(WeightTransferInitInfo):
-    """`init_info` of vLLM's routes: where the controller is, if the engine was not told when it started."""
+    """`init_info` of vLLM's routes: the controller's address, if the engine was not given one at start."""
 
     controller: str = ""
     first_rank: int = 0
@@ -104,7 +104,7 @@ class WeftTransfer(WeightTransferEngine[WeftInit, WeftUpdate]):
         with self._notice_lock:
             self._notices = notices
         if self._rank.has_joined:
-            self._notice(self._num_joins, self._rank.wanted)  # what was missed until now
+            self._notice(self._num_joins, self._rank.wanted)  # what was missed so far
 
     def _notice(self, num_joins: int, version: int | None) -> None:
         """On any thread: the engine core should attend."""
@@ -118,7 +118,7 @@ class WeftTransfer(WeightTransferEngine[WeftInit, WeftUpdate]):
     def _join(self, settings: EngineSettings) -> None:
         if self.parallel_config.enable_eplb:
             raise ConfigError(
-                "vLLM's expert load balancing moves experts, so that weft does not know where their weights are",
+                "vLLM's expert load balancing moves experts, so weft cannot know where their weights are",
                 hint="start vLLM without --enable-eplb, or without weft's controller",
             )
         self._rank.rank = self._rank_of(settings)
@@ -146,13 +146,13 @@ class WeftTransfer(WeightTransferEngine[WeftInit, WeftUpdate]):
         return self._loaded.weights()
 
     def _reservation(self, weights: Weights) -> Reservation | None:
-        """Made when the model is loaded, which is before vLLM looks how much memory is left for its KV cache."""
+        """Made when the model is loaded, before vLLM measures how much memory is left for its KV cache."""
         if self._rank.reservation is None:
             self._rank.reservation = reserved(weights.device, weights.num_bytes, self._settings)
         return self._rank.reservation
 
     def init_transfer_engine(self, init_info: WeftInit) -> None:
-        """Join a controller; once more if it is another one."""
+        """Join a controller; joins again if it is a different one."""
         given = {name: value for name, value in vars(init_info).items() if value}
         if not given.get("controller") and self._rank.has_joined:
             return
@@ -164,7 +164,7 @@ class WeftTransfer(WeightTransferEngine[WeftInit, WeftUpdate]):
             self._join(settings)
 
     def start_weight_update(self) -> None:
-        """Versions arrive by themselves; there is nothing to prepare."""
+        """Versions arrive on their own; there is nothing to prepare."""
         self._rank.joined()
 
     def receive_weights(self, update_info: WeftUpdate) -> None:
@@ -174,7 +174,7 @@ class WeftTransfer(WeightTransferEngine[WeftInit, WeftUpdate]):
             raise WeftError(status["error"])
 
     def finish_weight_update(self) -> None:
-        """A version is whole when `update_weights` has returned."""
+        """A version is complete when `update_weights` has returned."""
 
     def tend(self) -> dict[str, Any]:
         """Between two steps: see EngineRank."""
@@ -185,7 +185,7 @@ class WeftTransfer(WeightTransferEngine[WeftInit, WeftUpdate]):
         return self._rank.serve(version, timeout_s)
 
     def _process(self) -> None:
-        """Let vLLM make its own layout of what was committed."""
+        """Let vLLM convert what was committed into its own layout."""
         assert self._loaded is not None
         with set_current_vllm_config(self.vllm_config):
             self._loaded.process()
@@ -195,7 +195,7 @@ class WeftTransfer(WeightTransferEngine[WeftInit, WeftUpdate]):
         return self._rank.status() | {"staged_bytes": 0 if self._loaded is None else self._loaded.num_staged_bytes}
 
     def fall_asleep(self, *, discards: bool) -> None:
-        """Before vLLM takes the memory of the weights away."""
+        """Before vLLM releases the memory of the weights."""
         self._rank.fall_asleep(discards=discards)
 
     def wake_up(self) -> None:
@@ -207,7 +207,7 @@ class WeftTransfer(WeightTransferEngine[WeftInit, WeftUpdate]):
             self._rank.wake_up()
 
     def stay_awake(self) -> None:
-        """vLLM could not fall asleep."""
+        """vLLM could not go to sleep."""
         if self._rank.is_asleep:
             self._rank.stay_awake()
             self._reserve_again()
@@ -215,7 +215,7 @@ class WeftTransfer(WeightTransferEngine[WeftInit, WeftUpdate]):
                 self._join(self._settings)
 
     def _reserve_again(self) -> None:
-        """The memory may still be lent out: then versions land in what there is when they come."""
+        """The memory may still be lent out: versions then land in whatever is free when they arrive."""
         try:
             self._reservation(self._weights())
         except ConfigError as error:
@@ -226,13 +226,13 @@ class WeftTransfer(WeightTransferEngine[WeftInit, WeftUpdate]):
         self._rank.renew()
 
     def shutdown(self) -> None:
-        """Leave the controller for good; the model goes on serving what it has."""
+        """Leave the controller for good; the model keeps serving what it has."""
         self._settings = replace(self._settings, controller="")
         self._rank.leave()
 
 
 def settings_of(vllm_config: Any) -> EngineSettings:
-    """What the user said: `additional_config={"weft": {…}}`, and `WEFT_*` variables."""
+    """The user's settings: `additional_config={"weft": {…}}`, and `WEFT_*` variables."""
     return engine_settings(_additional(vllm_config))
 
 
@@ -263,8 +263,8 @@ def extend_workers() -> None:
 
 
 def follow_memory(kind: type[Any]) -> None:
-    """Let workers of this kind leave the controller before the memory of their weights goes, and join when it is
-    back."""
+    """Let workers of this kind leave the controller before the memory of their weights is released, and join when it
+    is back."""
     if "_follows_memory" not in vars(kind):
         kind._follows_memory = True
         kind.sleep, kind.discard = _asleep(kind.sleep), _discarded(kind.discard)
@@ -279,7 +279,7 @@ def _transfer(worker: Any) -> WeftTransfer | None:
 
 @contextlib.contextmanager
 def _asleep_meanwhile(worker: Any, *, discards: bool) -> Iterator[None]:
-    """Leave before vLLM takes the memory away; back at once if it cannot."""
+    """Leave before vLLM releases the memory; rejoin at once if it cannot."""
     transfer = _transfer(worker)
     if transfer is not None:
         transfer.fall_asleep(discards=discards)

@@ -1,9 +1,9 @@
-"""Checkpoints of a run: each trainer rank's masters and moments, complete or not there at all.
+"""Checkpoints of a run: each trainer rank's masters and moments, complete or absent.
 
     runs/a/iteration-000050/trainer-0.pt …      written first
     runs/a/iteration-000050/complete.json       written last, by the first trainer
 
-A run resumes with as many trainers, wrapped in the same way, as wrote them.
+A run resumes with the same number of trainers, wrapped in the same way.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def save(settings: LoopSettings, optimizer: MasterAdamW, rank: int, iteration: i
         folder.mkdir(parents=True, exist_ok=True)
         torch.save(optimizer.state(), folder / f"trainer-{rank}.pt")
     except OSError as error:
-        raise ConfigError(f"cannot write the checkpoint `{folder}`: {error.strerror}") from error
+        raise ConfigError(f"the checkpoint `{folder}` cannot be written: {error.strerror}") from error
     dist.barrier()
     if rank == 0:
         (folder / "complete.json").write_text(json.dumps(_meta(settings) | {"iteration": iteration}))
@@ -50,12 +50,12 @@ def check(settings: LoopSettings) -> None:
         newest(settings)
     elif settings.checkpoint_every and _complete(settings):
         raise ConfigError(
-            f"`{settings.checkpoint_dir}` has checkpoints already", hint="add --resume, or choose another folder"
+            f"`{settings.checkpoint_dir}` already has checkpoints", hint="add --resume, or choose another folder"
         )
 
 
 def newest(settings: LoopSettings) -> tuple[Path, int]:
-    """The newest complete checkpoint and its iteration; raises if there is none, or it is of another run."""
+    """The newest complete checkpoint and its iteration; raises if there is none, or if it belongs to another run."""
     found = _complete(settings)
     if not found:
         raise ConfigError(f"no complete checkpoint in `{settings.checkpoint_dir}`", hint="leave out --resume")
@@ -65,7 +65,7 @@ def newest(settings: LoopSettings) -> tuple[Path, int]:
         f"{name} is {meta.get(name)!r}, not {value!r}" for name, value in wanted.items() if meta.get(name) != value
     ]
     if different:
-        raise ConfigError(f"`{found[-1]}` is of another run: {', '.join(different)}")
+        raise ConfigError(f"`{found[-1]}` belongs to another run: {', '.join(different)}")
     return found[-1], int(meta["iteration"])
 
 

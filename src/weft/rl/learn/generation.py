@@ -2,8 +2,8 @@
 
     samples = generate(model, prompts, answer_tokens=5, between=engine.between_tokens, …)
 
-Keys and values made by an older version stay in the cache, as in engines that update without dropping what they are
-doing; the probability a token was sampled with is recorded, and so is the version that made it.
+Entries of an older version stay in the KV cache, as in engines that update without dropping requests. Each token is
+recorded with the probability it was sampled with and the version that made it.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from weft.rl.model.engine_model import EngineModel, Reduce
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answers:
-    """What an engine made of some prompts; [samples, answer tokens]."""
+    """An engine's answers to some prompts; [samples, answer tokens]."""
 
     tokens: Tokens
     logprobs: NDArray[np.float32]
     """Of each token, when it was sampled."""
     versions: NDArray[np.int64]
-    """That made each token."""
+    """The version that made each token."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,8 +52,8 @@ def generate(
 ) -> Answers:
     """Answers to prompts of one length.
 
-    `between` is called before every token, may change the weights, and says their version. `reduce` adds up what the
-    ranks of an engine have found, `agree` makes their choice of tokens the same.
+    `between` is called before every token, may change the weights, and returns their version. `reduce` sums the
+    partial results of an engine's ranks, `agree` makes them choose the same tokens.
     """
     device = model.embed.weight.device
     new = torch.from_numpy(prompts).to(device)

@@ -1,7 +1,7 @@
 """The objective: PPO with a clipped ratio, a value function, generalised advantages, entropy and KL terms.
 
-Samples may come from older versions. Three policies are told apart: the one that *behaved* (what the engine said it
-sampled from), the *proximal* one (the trainer's before this iteration's first step) and the current one. The ratio
+Samples may come from older versions. There are three policies: the one that *behaved* (which the engine sampled
+from), the *proximal* one (the trainer's before this iteration's first step) and the current one. The ratio
 current/proximal is clipped; proximal/behaved weighs a sample and is bounded, so stale samples count for less where they
 have become unlikely.
 """
@@ -28,10 +28,10 @@ class Scored:
     returns: Tensor
     values: Tensor
     reference: Tensor | None
-    """Log-probabilities of the policy the run began with, where a KL term is wanted."""
+    """Log-probabilities of the policy the run began with, where there is a KL term."""
 
     def rows(self, index: Tensor) -> Scored:
-        """Some of the samples."""
+        """A selection of the samples."""
         return Scored(
             tokens=self.tokens[index],
             proximal=self.proximal[index],
@@ -67,7 +67,7 @@ def advantages(rewards: Tensor, values: Tensor, *, gamma: float, gae_lambda: flo
 
 
 def loss(logits: Tensor, values: Tensor, batch: Scored, settings: LoopSettings) -> tuple[Tensor, dict[str, Tensor]]:
-    """What a step makes smaller, and what to report of it."""
+    """The loss of a step, and its metrics."""
     answer = batch.proximal.shape[1]
     logprobs = answer_logprobs(logits, answer, settings.temperature)
     current = taken(logprobs, batch.tokens)

@@ -1,7 +1,7 @@
-"""What is learned: tasks whose answers can be checked, for policies that start from nothing.
+"""The tasks: their answers can be checked, and policies learn them from scratch.
 
 A task makes prompts of one length and rewards answers token by token; the rewards of a perfect answer add up to 1.
-Others are added by `--task my.module:task`, any object with the attributes of Task.
+`--task my.module:task` adds another: any object with the attributes of Task.
 
     task = load_task("sort")
     prompts = task.prompts(np.random.default_rng(0), 32)       # [32, prompt_tokens]
@@ -23,12 +23,12 @@ from weft.errors import ConfigError
 Tokens = NDArray[np.int64]
 ALPHABET = "0123456789+=>()[]{}<"
 VOCAB_SIZE = 32
-"""Tokens the built-in tasks may use; the rest mean nothing."""
+"""Tokens the built-in tasks may use; the rest have no meaning."""
 _OPENING, _CLOSING = "([{", ")]}"
 
 
 class Task(Protocol):
-    """What the loop needs to know of a task."""
+    """What the loop needs of a task."""
 
     vocab_size: int
     """Tokens it uses; models may have more."""
@@ -148,18 +148,18 @@ TASKS: dict[str, type[AnswerTask]] = {"sort": Sort, "reverse": Reverse, "bracket
 
 
 def load_task(name: str) -> Task:
-    """A task of ours by name, or somebody's own as `module:object`."""
+    """A built-in task by name, or a user's task as `module:object`."""
     if name in TASKS:
         return TASKS[name]()
     module, _, attribute = name.partition(":")
     if not attribute:
-        raise ConfigError(f"unknown task `{name}`", hint=f"one of {', '.join(TASKS)}, or my.module:task")
+        raise ConfigError(f"unknown task `{name}`", hint=f"use {', '.join(TASKS)}, or my.module:task")
     if "" not in sys.path:
-        sys.path.insert(0, "")  # modules of the folder one is in, as `python -m` finds them
+        sys.path.insert(0, "")  # finds modules of the current folder, as `python -m` does
     try:
         task: Any = getattr(importlib.import_module(module), attribute)
-    except Exception as error:  # whatever somebody's module raises
-        raise ConfigError(f"cannot load the task `{name}`: {type(error).__name__}: {error}") from error
+    except Exception as error:  # a user's module may raise anything
+        raise ConfigError(f"the task `{name}` cannot be loaded: {type(error).__name__}: {error}") from error
     wanted = ("vocab_size", "prompt_tokens", "answer_tokens", "prompts", "rewards", "text")
     missing = [attribute for attribute in wanted if not hasattr(task, attribute)]
     if missing:

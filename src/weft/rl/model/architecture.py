@@ -1,4 +1,4 @@
-"""The shape of a decoder, from a config.json: what trainer modules and engine models are both built from.
+"""The shape of a decoder, from a config.json; trainer modules and engine models are both built from it.
 
 architecture = load_architecture("tiny", vocab_size=32)
 architecture = load_architecture("models/Qwen2.5-0.5B/config.json")
@@ -30,7 +30,7 @@ GATED = ("llama", "qwen2", "qwen3")
 """Kinds with RMS norms, rotated positions and gated feed-forward layers."""
 
 OPTIONAL = ("head_dim", "num_key_value_heads", "tie_word_embeddings")
-"""Fields a config may leave out: they have the defaults of their kind."""
+"""Fields a config may leave out; each kind has its defaults."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,11 +53,11 @@ class Architecture:
     rope_theta: float
     max_positions: int
     config: Mapping[str, Any]
-    """As read."""
+    """The config as read."""
 
     @property
     def is_gpt2(self) -> bool:
-        """Whether it is of the older kind."""
+        """Whether it is a GPT-2."""
         return self.kind == "gpt2"
 
 
@@ -69,7 +69,7 @@ def load_architecture(model: str, *, vocab_size: int = 0) -> Architecture:
     config = CONFIGS[name] if name in CONFIGS and not Path(model).exists() else _read(Path(model))
     found = _architecture(model, config)
     if found.vocab_size < vocab_size:
-        raise ConfigError(f"`{model}` has {found.vocab_size} tokens and the task needs {vocab_size}")
+        raise ConfigError(f"`{model}` has {found.vocab_size} tokens, the task needs {vocab_size}")
     return found
 
 
@@ -78,31 +78,31 @@ def _read(path: Path) -> Mapping[str, Any]:
     try:
         config = json.loads(path.read_text())
     except OSError as error:
-        hint = "tiny, gpt2, qwen2.5-0.5b, …, or a path to a config.json"
-        raise ConfigError(f"no model `{path}`: {error.strerror}", hint=hint) from error
+        hint = "use tiny, gpt2, qwen2.5-0.5b, …, or a path to a config.json"
+        raise ConfigError(f"the model `{path}` cannot be read: {error.strerror}", hint=hint) from error
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"`{path}` is not JSON: {error}") from error
     if not isinstance(config, dict):
-        raise ConfigError(f"`{path}` is not a table of settings")
+        raise ConfigError(f"`{path}` is not a JSON object")
     return config
 
 
 def _architecture(name: str, config: Mapping[str, Any]) -> Architecture:
     kind = str(config.get("model_type", ""))
     if kind not in (*GATED, "gpt2"):
-        raise ConfigError(f"`{name}` is of the kind `{kind}`", hint=f"one of {', '.join(GATED)}, gpt2")
+        raise ConfigError(f"`{name}` has the unsupported kind `{kind}`", hint=f"use {', '.join(GATED)} or gpt2")
     _refuse_unsupported(name, config)
     full = {**{field: DEFAULTS[kind][field] for field in OPTIONAL if field in DEFAULTS[kind]}, **config}
     try:
         return replace(_gpt2(full) if kind == "gpt2" else _gated(kind, full), config=config)
     except (KeyError, TypeError, ValueError) as error:
         raise ConfigError(
-            f"`{name}` does not say its {error}", hint="a config.json as Hugging Face writes it"
+            f"`{name}` lacks the field {error}", hint="give a config.json as Hugging Face writes it"
         ) from None
 
 
 def _refuse_unsupported(name: str, config: Mapping[str, Any]) -> None:
-    """What these decoders do not do must not be left out silently."""
+    """Raise for features these decoders do not have, instead of ignoring them."""
     rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
     is_scaled = str(rope.get("rope_type", rope.get("type", "default"))) != "default"
     flags = [flag for flag in ("attention_bias", "mlp_bias", "use_sliding_window") if config.get(flag)]
@@ -112,7 +112,7 @@ def _refuse_unsupported(name: str, config: Mapping[str, Any]) -> None:
     if config.get("hidden_act", "silu") != "silu" and config.get("model_type") != "gpt2":
         problems.append(f"activation {config['hidden_act']}")
     if problems:
-        raise ConfigError(f"`{name}` has {', '.join(problems)}", hint="these are not supported by weft's engines")
+        raise ConfigError(f"`{name}` has {', '.join(problems)}", hint="weft's own engines do not support this")
 
 
 def _gated(kind: str, config: Mapping[str, Any]) -> Architecture:

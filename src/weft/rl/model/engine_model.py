@@ -1,10 +1,10 @@
-"""The policy as engines hold it: fused tensors, cut for tensor parallelism, in BF16, FP32 or FP8 with a scale a row.
+"""The policy as engines hold it: fused tensors, cut for tensor parallelism, in BF16, FP32 or FP8 with a scale per row.
 
     model = EngineModel(architecture, dtype=Precision.FP8, rank=0, num_ranks=2)
     weights = weft.weights_of(model, parts=model.parts)       # which box of which trainer tensor lies where
 
-Every parameter knows the boxes of trainer tensors it is made of; that is all weft needs to write it. Nothing here is
-ever loaded: version 0 arrives as all others do.
+Every parameter knows the boxes of trainer tensors it is made of; that is all weft needs to write it. Nothing is
+loaded here: version 0 arrives like all others.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from weft.rl.model.rotation import rotate, rotation
 from weft.rl.settings import Precision
 
 Reduce = Callable[[Tensor], Tensor]
-"""Adds up what the ranks of an engine have found."""
+"""Sums the partial results of an engine's ranks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +41,7 @@ class Cut:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Inputs:
-    """Some input features of it."""
+    """Some of its input features."""
 
     features: int
     lo: int
@@ -131,7 +131,7 @@ class LookupTable(nn.Module):
 
 
 class Cache:
-    """Keys and values of what was generated so far."""
+    """Keys and values of all tokens so far."""
 
     def __init__(self, a: Architecture, *, kv_heads: int, batch: int, length: int, like: Tensor) -> None:
         shape = (a.layers, 2, batch, kv_heads, length, a.head_dim)
@@ -139,7 +139,7 @@ class Cache:
         self.length = 0
 
     def extend(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Keep new keys and values [batch, heads, new, head_dim]; all of them so far."""
+        """Keep new keys and values [batch, heads, new, head_dim]; returns all of them so far."""
         end = self.length + keys.shape[2]
         self.memory[layer, 0, :, :, self.length : end] = keys
         self.memory[layer, 1, :, :, self.length : end] = values
@@ -248,7 +248,7 @@ class EngineModel(nn.Module):
         return Cache(self.a, kv_heads=self._kv_heads, batch=batch, length=length, like=self._compute())
 
     def _compute(self) -> Tensor:
-        """Something of the precision and device arithmetic happens in."""
+        """A tensor with the precision and device used for arithmetic."""
         weight = self.embed.weight
         return torch.empty(
             0, dtype=torch.float32 if weight.device.type == "cpu" else weight.dtype, device=weight.device
@@ -292,7 +292,7 @@ _GPT2_OUTER = ("transformer.wte", "transformer.wpe", "transformer.ln_f")
 
 
 def quantized_rows(whole: Tensor) -> tuple[Tensor, Tensor]:
-    """FP8 codes and the scale of every row, as `weft.codec.fp8` states them."""
+    """FP8 codes and the scale of every row, as `weft.codec.fp8` defines them."""
     wide = whole.float()
     scale = wide.abs().amax(dim=1, keepdim=True).clamp(min=1e-10) / torch.tensor(448.0)
     return (wide * (1 / scale)).clamp(-448, 448).to(torch.float8_e4m3fn), scale

@@ -3,8 +3,8 @@
     actor = build_actor(settings, architecture)       # policy and value head, with random or given weights
     logits, values = actor(tokens)
 
-Weights are stored in the run's precision. On CPUs they are widened where they are used, because most have no fast BF16
-arithmetic; on GPUs everything runs in the stored precision.
+Weights are stored in the run's precision. On CPUs they are widened where they are used, because most CPUs have no fast
+BF16 arithmetic; on GPUs everything runs in the stored precision.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ INIT_STD = 0.02
 
 
 class Linear(nn.Linear):
-    """A linear layer whose weights are widened to what flows through it."""
+    """A linear layer whose weights are widened to the precision of its input."""
 
     def forward(self, x: Tensor) -> Tensor:
         """`x · weightᵀ + bias`."""
@@ -91,7 +91,7 @@ class FeedForward(nn.Module):
 
 
 class DecoderBlock(nn.Module):
-    """Attention and feed-forward, each behind a norm and beside the stream."""
+    """Attention and feed-forward, each after a norm and added to the residual stream."""
 
     def __init__(self, a: Architecture) -> None:
         super().__init__()
@@ -170,9 +170,9 @@ def build_actor(settings: LoopSettings, architecture: Architecture) -> Actor:
     actor = Actor(policy, architecture.hidden)
     if settings.weights:
         _load(policy, Path(settings.weights))
-    for parameter in actor.parameters():  # not buffers: rounded frequencies would turn positions elsewhere
+    for parameter in actor.parameters():  # not buffers: rounded frequencies would shift positions
         parameter.data = parameter.data.to(DTYPES[settings.dtype])
-    return actor.eval()  # nothing is dropped at random: engines would not agree
+    return actor.eval()  # no dropout: engines would not agree
 
 
 def policy_shapes(settings: LoopSettings, architecture: Architecture) -> dict[str, tuple[int, ...]]:
@@ -189,9 +189,9 @@ def layers_of(policy: nn.Module) -> Iterator[nn.Module]:
 
 
 def check_modules(settings: LoopSettings, architecture: Architecture) -> None:
-    """Raise if the modules a run asks for are not there, or cannot be this model."""
+    """Raise if the modules of a run are not installed, or do not support its model."""
     if settings.modules is Modules.BUILTIN and architecture.is_gpt2:
-        raise ConfigError("gpt2 is trained by Hugging Face's modules", hint="add --modules transformers")
+        raise ConfigError("gpt2 needs Hugging Face's modules", hint="add --modules transformers")
     if settings.modules is Modules.TRANSFORMERS and importlib.util.find_spec("transformers") is None:
         raise ConfigError("transformers is not installed", hint="pip install 'weft[hf]'")
     if settings.weights and not _files(Path(settings.weights)):
@@ -224,7 +224,7 @@ def _files(path: Path) -> list[Path]:
 
 
 def _load(policy: nn.Module, path: Path) -> None:
-    """Weights of a checkpoint; every parameter must be there."""
+    """Weights of a checkpoint, which must have every parameter."""
     try:
         from safetensors.torch import load_file  # noqa: PLC0415  # optional
     except ImportError as error:
@@ -234,9 +234,9 @@ def _load(policy: nn.Module, path: Path) -> None:
         try:
             found |= load_file(str(file))
         except Exception as error:  # safetensors raises its own, undeclared
-            raise ConfigError(f"cannot read `{file}`: {error}") from error
+            raise ConfigError(f"`{file}` cannot be read: {error}") from error
     wanted = dict(policy.named_parameters())
-    short = {name: name.partition(".")[2] for name in wanted}  # some checkpoints are of the model without its head
+    short = {name: name.partition(".")[2] for name in wanted}  # some checkpoints hold the model without its head
     found |= {name: found[short[name]] for name in wanted if name not in found and short[name] in found}
     missing = sorted(set(wanted) - set(found))
     wrong = sorted(name for name in wanted if name in found and found[name].shape != wanted[name].shape)

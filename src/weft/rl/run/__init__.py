@@ -1,1 +1,1 @@
-"""The processes of a run, what they say to each other, and the record of what happened."""
+"""The processes of a run, their messages, and the record of what happened."""

@@ -1,11 +1,12 @@
-"""The coordinator: hands out jobs, collects samples, keeps the record. One for each run, beside weft's controller.
+"""The coordinator: hands out jobs, collects samples, keeps the record. One for each run, next to weft's controller.
 
-    consumes      Hello, Ask, Busy, Made, Take, Trained, Offer, Sent, Served, Done, Failed      from members
-    produces      Job, Hold, Receive, Batch, Again, Stop
+    consumes      Hello, Ask, Busy, SamplesMade, Take, Trained, BroadcastOffer, VersionSent, VersionServed, Done,
+                  MemberFailed
+    produces      RolloutJob, Hold, Receive, SampleBatch, Again, Stop
     waits for     messages, a twentieth of a second at most              unblocked by   the network, `close`
 
 One thread owns the socket and all state. An engine that falls silent is lost: its jobs go to others. The run ends when
-every trainer is done, when a member fails that cannot be replaced, or when nobody is left to generate.
+every trainer is done, when a member fails that cannot be replaced, or when no engine is left.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ from weft.runtime.controller.controller import ControllerStatistics
 
 POLL_S = 0.05
 MAX_JOB = 512
-"""Samples of one job, at most."""
+"""Most samples of one job."""
 
 
 class Coordinator:
@@ -65,7 +66,7 @@ class Coordinator:
         transfers: Callable[[], ControllerStatistics] | None = None,
         security: Security | None = None,
     ) -> None:
-        """`transfers`: what weft's controller knows of them."""
+        """`transfers`: the statistics of weft's controller."""
         self._settings, self._transfers = settings, transfers
         self._task = load_task(settings.task)
         num_jobs = max(settings.num_engines, -(-settings.batch // MAX_JOB))
@@ -78,7 +79,7 @@ class Coordinator:
         )
         self.record = Record(method=settings.method, verifies=settings.method is Method.WEFT)
         self._heard: dict[int, float] = {}
-        """Engine → when it was heard of."""
+        """Engine → when it last sent a message."""
         self._takes: dict[int, tuple[str, int]] = {}
         """Trainer rank → its connection and the iteration it waits for."""
         self._was_given_up = False
@@ -95,7 +96,7 @@ class Coordinator:
         self._thread.start()
 
     def fail(self, reason: str) -> None:
-        """Something outside has gone wrong; from any thread."""
+        """End the run with a failure; from any thread."""
         self._requests.put(lambda: self._fail(reason))
 
     def lose(self, engine: int, how: str) -> None:
@@ -129,7 +130,7 @@ class Coordinator:
     def _handle_safely(self, sender: str, message: Any) -> None:
         try:
             self._handle(sender, message)
-        except Exception as error:  # a defect, or samples that make no sense: nobody else would notice
+        except Exception as error:  # a defect, or invalid samples: no other thread would notice
             self._fail(f"{type(error).__name__} while handling {type(message).__name__}: {error}")
 
     def _handle(self, sender: str, message: Any) -> None:
@@ -190,7 +191,7 @@ class Coordinator:
             self._give_out()
 
     def _give_out(self) -> None:
-        """Answer trainers whose samples are there."""
+        """Answer trainers whose samples are complete."""
         for rank, (sender, iteration) in list(self._takes.items()):
             if self.ended.is_set():
                 self._server.send(sender, Stop(reason=self.failure))
@@ -280,9 +281,9 @@ class Coordinator:
         self.record.lost[f"engine {engine}"] = how
         self._ledger.lost(engine)
         if self._settings.method is not Method.WEFT:
-            self._fail(f"engine {engine} {how}; a broadcast needs everybody")
+            self._fail(f"engine {engine} {how}; a broadcast needs all members")
         elif not self.record.committed:
-            self._fail(f"engine {engine} {how}, before the first version was there: until then everybody is needed")
+            self._fail(f"engine {engine} {how} before the first commit: until then all engines are needed")
         elif len(self.record.lost) == self._settings.num_engines:
             self._fail("no engine is left: " + ", ".join(f"{name} {why}" for name, why in self.record.lost.items()))
 

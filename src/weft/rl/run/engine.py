@@ -1,10 +1,10 @@
-"""An engine rank: generates whenever it has a job, and becomes fresher between any two tokens.
+"""An engine rank: generates whenever it has a job, and takes new versions between any two tokens.
 
-    consumes      Job, Hold, Receive, Stop from the coordinator          produces      Ask, Busy, Made, Served
+    consumes      RolloutJob, Hold, Receive, Stop            produces      Ask, Busy, SamplesMade, VersionServed
     waits for     an answer; other ranks of its engine; where versions are broadcast, the trainers
     unblocked by  a deadline
 
-The first rank of an engine talks to the coordinator; the others do as it does. All ranks poll equally often, so that
+The first rank of an engine talks to the coordinator; the others follow it. All ranks poll equally often, so that
 they change versions before the same token.
 """
 
@@ -48,7 +48,7 @@ _KINDS: tuple[type[Any], ...] = (Hold, RolloutJob, Receive, Stop)
 
 
 class LoopEngine:
-    """One rank; `run` returns when the coordinator says so."""
+    """One rank; `run` returns when the coordinator stops it."""
 
     def __init__(self, settings: LoopSettings, links: Links, *, rank: int, local_rank: int) -> None:
         self.settings, self.rank = settings, rank
@@ -94,7 +94,7 @@ class LoopEngine:
         return CollectiveReceiving(self._model, policy_shapes(settings, architecture), DTYPES[settings.dtype], group)
 
     def run(self) -> None:
-        """Until the run is over."""
+        """Generate until the run is over."""
         while True:
             match self._next():
                 case Hold():
@@ -153,7 +153,7 @@ class LoopEngine:
         self._talk.say(SamplesMade(engine=self._engine, job=job.job, samples=samples))
 
     def _between(self) -> int:
-        """Between two tokens: become fresher if possible; returns the version that is served."""
+        """Between two tokens: take a new version if there is one; returns the version that is served."""
         pause_s = self._receiving.update()
         if pause_s is not None:
             self._served(pause_s)
@@ -172,7 +172,7 @@ class LoopEngine:
 
 
 def _copy_s(model: EngineModel) -> float:
-    """How long the device takes to copy the weights once, at its best."""
+    """Shortest time in which the device copies the weights once."""
     num_bytes = sum(parameter.nbytes for parameter in model.parameters())
     device = model.embed.weight.device
     source, target = (torch.ones(num_bytes, dtype=torch.uint8, device=device) for _ in range(2))
@@ -193,7 +193,7 @@ def _words(answer: Any) -> list[int]:
 
 
 def _message(kind: int, values: list[int]) -> Any:
-    """And back."""
+    """An answer from four numbers."""
     if _KINDS[kind] is RolloutJob:
         return RolloutJob(job=values[0], count=values[1], seed=values[2])
     return Receive(version=values[0]) if _KINDS[kind] is Receive else _KINDS[kind]()

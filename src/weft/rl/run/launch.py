@@ -43,10 +43,10 @@ from weft.runtime.control.security import security_in
 
 TICK_S = 0.1
 STOP_S = 5.0
-"""How long members get to end by themselves, and again after being told to."""
+"""How long members have to end by themselves, and again after being told to."""
 LOG_LINES = 15
 SILENCE_S = 5.0
-"""Of weft's controller, at most: a version waits for an engine no longer; one that comes back joins again."""
+"""Longest `silence_s` of weft's controller: a version waits no longer for a silent engine, which may join again."""
 Watch = Callable[[Record], None]
 
 
@@ -54,14 +54,14 @@ class RunServices:
     """Weft's controller and the coordinator of one run."""
 
     def __init__(self, settings: LoopSettings, *, host: str = "127.0.0.1", port: int = 0, keys: str = "") -> None:
-        """`port`: of the controller; the coordinator takes the next. 0: any."""
+        """`port`: the controller's; the coordinator takes the next. 0: any."""
         security = security_in(keys)
         self.controller = Controller(
             f"tcp://{host}:{port or '*'}",
             num_trainers=settings.num_trainers,
             num_engine_ranks=settings.num_engine_ranks,
             ranks_per_engine=settings.ranks_per_engine,
-            commit_policy=CommitPolicy.QUORUM,  # training goes on while one engine is left
+            commit_policy=CommitPolicy.QUORUM,  # training continues while one engine is left
             quorum=1,
             settings=transfer_settings(settings),
             security=security,
@@ -116,18 +116,18 @@ class _MemberProcess:
 
 
 def check_runnable(settings: LoopSettings) -> None:
-    """Raise for what members would fail with, before any is started."""
+    """Raise the errors members would fail with, before any is started."""
     check_method(settings)
     architecture = load_architecture(settings.model, vocab_size=load_task(settings.task).vocab_size)
     check_modules(settings, architecture)
     check_divides(architecture, settings.ranks_per_engine)
     checkpoint.check(settings)
     if settings.device != "cpu" and not torch.cuda.is_available():
-        raise ConfigError("there is no GPU that torch can use", hint="--device cpu")
+        raise ConfigError("torch finds no GPU", hint="use --device cpu")
 
 
 def run_here(settings: LoopSettings, *, run_dir: Path, watch: Watch = lambda _: None) -> Record:
-    """Run all members on this machine until they are done; raises what went wrong. Nothing is left running."""
+    """Run all members on this machine until they are done; raises if the run fails. Nothing is left running."""
     check_runnable(settings)
     with RunServices(settings) as heart, _store() as store:
         links = Links(
@@ -167,7 +167,7 @@ def _write(run_dir: Path, settings: LoopSettings, links: Links) -> None:
         (run_dir / "settings.json").write_bytes(msgspec.json.encode(settings))
         (run_dir / "links.json").write_bytes(msgspec.json.encode(links))
     except OSError as error:
-        raise ConfigError(f"cannot write to `{run_dir}`: {error.strerror}") from error
+        raise ConfigError(f"the folder `{run_dir}` cannot be written: {error.strerror}") from error
 
 
 def _start(settings: LoopSettings, run_dir: Path, rank: int) -> _MemberProcess:
@@ -175,7 +175,7 @@ def _start(settings: LoopSettings, run_dir: Path, rank: int) -> _MemberProcess:
     name = f"trainer {rank}" if number < 0 else f"engine {number}"
     path = run_dir / "logs" / f"{name.replace(' ', '-')}.log"
     environment = {
-        "GLOO_SOCKET_IFNAME": "lo",  # nobody else needs to reach this run
+        "GLOO_SOCKET_IFNAME": "lo",  # the run is on this machine only
         **os.environ,
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
@@ -189,7 +189,7 @@ def _start(settings: LoopSettings, run_dir: Path, rank: int) -> _MemberProcess:
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
-            start_new_session=True,  # an interrupt is for us; members are told to stop
+            start_new_session=True,  # an interrupt is for this process, which stops the members
         )
     return _MemberProcess(name, None if number < 0 else number // settings.ranks_per_engine, process, path)
 
@@ -198,7 +198,7 @@ def _start(settings: LoopSettings, run_dir: Path, rank: int) -> _MemberProcess:
 def _interrupts() -> Iterator[threading.Event]:
     """An event that an interrupt sets; a second one is raised where it arrives.
 
-    Raised at once it could arrive inside a finalizer, where Python prints it and goes on.
+    Raised at once, it could arrive inside a finalizer, where Python prints it and continues.
     """
     interrupted = threading.Event()
     if threading.current_thread() is not threading.main_thread():
@@ -219,7 +219,7 @@ def _interrupts() -> Iterator[threading.Event]:
 def _watch_over(
     members: list[_MemberProcess], coordinator: Coordinator, watch: Watch, is_interrupted: threading.Event
 ) -> None:
-    """Until the run is over; raises PeerLost if it failed, KeyboardInterrupt if it was interrupted."""
+    """Watch until the run is over; raises PeerLost if it failed, KeyboardInterrupt if it was interrupted."""
     while not coordinator.ended.wait(TICK_S):
         if is_interrupted.is_set():
             raise KeyboardInterrupt
@@ -242,7 +242,7 @@ def _watch_over(
             for member in members
             if member.name in coordinator.failure and member.last_words()
         )
-        raise PeerLost(coordinator.failure, hint=words or "logs are beside the report")
+        raise PeerLost(coordinator.failure, hint=words or "see the logs next to the report")
 
 
 def _gone(member: _MemberProcess, coordinator: Coordinator) -> None:
@@ -255,7 +255,7 @@ def _gone(member: _MemberProcess, coordinator: Coordinator) -> None:
 
 
 def _stop(members: list[_MemberProcess]) -> None:
-    """Nobody is left behind."""
+    """End all members that still run."""
     for tell in (signal.SIGTERM, signal.SIGKILL):
         for member in members:
             if member.process.poll() is None:
@@ -266,14 +266,14 @@ def _stop(members: list[_MemberProcess]) -> None:
 
 
 def under_torchrun() -> bool:
-    """Whether torchrun has started this process."""
+    """Whether torchrun started this process."""
     return "TORCHELASTIC_RUN_ID" in os.environ and "RANK" in os.environ
 
 
 def run_as_member(
     settings: LoopSettings, *, run_dir: Path, port: int, keys: str, watch: Watch = lambda _: None
 ) -> Record | None:
-    """Be the rank torchrun says; the first also holds controller and coordinator, and returns the record."""
+    """Run as the rank torchrun assigns; the first also holds controller and coordinator, and returns the record."""
     check_runnable(settings)
     rank, local_rank = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
     world = int(os.environ["WORLD_SIZE"])
@@ -284,7 +284,7 @@ def run_as_member(
             hint="--nnodes × --nproc-per-node must be their sum",
         )
     if settings.check_bits and os.environ.get("LOCAL_WORLD_SIZE") != str(world):
-        raise ConfigError("--check-bits compares through files of one machine", hint="leave it out on several nodes")
+        raise ConfigError("--check-bits works on one machine only", hint="leave it out on several nodes")
     host = socket.gethostbyname(os.environ["MASTER_ADDR"])
     links = Links(
         controller=f"tcp://{host}:{port}",
@@ -304,8 +304,8 @@ def run_as_member(
         except Exception as error:
             raise PeerLost(heart.coordinator.failure or str(error)) from error
         if not heart.coordinator.ended.wait(settings.timeout_s):
-            raise PeerLost("other trainers are not done")
-        time.sleep(1.0)  # engines ask once more, and are told to stop
+            raise PeerLost("other trainers have not finished")
+        time.sleep(1.0)  # engines ask once more and are told to stop
         if heart.coordinator.failure:
             raise PeerLost(heart.coordinator.failure)
         return heart.coordinator.record
@@ -313,7 +313,7 @@ def run_as_member(
 
 @contextlib.contextmanager
 def _watching(coordinator: Coordinator, watch: Watch) -> Iterator[None]:
-    """Show what happens while this process does something else."""
+    """Show the record while this process does its own work."""
     over = threading.Event()
 
     def show() -> None:

@@ -1,4 +1,4 @@
-"""Who generates what, and how old it may be: pure bookkeeping of jobs, samples and staleness.
+"""Which engine generates what, and how stale it may be: pure bookkeeping of jobs and samples.
 
 Iteration i is trained on batch i, with the policy after i updates. An engine may begin a job of batch i only if it
 serves version i - s or later: no sample is ever more than s versions older than the policy it trains.
@@ -21,7 +21,7 @@ from weft.rl.run.messages import RolloutJob, Samples
 
 @dataclass(slots=True)
 class _Work:
-    """One job: whose it is, and what came of it."""
+    """One job, its engine and its samples."""
 
     iteration: int
     number: int
@@ -44,21 +44,21 @@ class Ledger:
     num_batches: int
     ahead: int = 2
     trained: int = 0
-    """Iterations that are over."""
+    """Iterations that have ended."""
     _waiting: deque[_Work] = field(default_factory=deque)
     _given: dict[int, _Work] = field(default_factory=dict)
     _batches: dict[int, list[_Work]] = field(default_factory=dict)
     _next_batch: int = 0
 
     def start_at(self, iteration: int) -> None:
-        """A resumed run: what comes before is trained already. Said before engines serve anything."""
+        """Resume at an iteration: earlier ones are already trained. Called before engines serve anything."""
         if iteration > self.trained:
             self.trained = self._next_batch = iteration
             self._waiting.clear()
             self._batches.clear()
 
     def next_job(self, *, engine: int, version: int) -> RolloutJob | None:
-        """What an engine that serves a version may generate now."""
+        """The next job for an engine that serves a version; None if there is none for it now."""
         if not self._waiting:
             self._open_batch()
         if not self._waiting or not self._is_fresh_enough(version, self._waiting[0].iteration):
@@ -90,7 +90,7 @@ class Ledger:
         self._waiting.extend(works)
 
     def made(self, job: int, samples: Samples) -> int | None:
-        """A job is done; returns its iteration if its batch is whole now. What nobody waits for is ignored."""
+        """A job is done; returns its iteration if its batch is now whole. Samples that are not expected are ignored."""
         work = self._given.pop(job, None)
         if work is None:
             return None
@@ -107,12 +107,12 @@ class Ledger:
         return [work.samples for work in self._batches[iteration] if work.samples is not None]
 
     def finished(self, iteration: int) -> None:
-        """An iteration was trained; its samples are not needed any more."""
+        """An iteration was trained; its samples are no longer needed."""
         self.trained = max(self.trained, iteration + 1)
         self._batches.pop(iteration, None)
 
     def lost(self, engine: int) -> int:
-        """An engine is gone: others get its jobs, before all else. Returns how many."""
+        """An engine is gone: others get its jobs first. Returns how many."""
         mine = sorted((work for work in self._given.values() if work.engine == engine), key=lambda work: work.job.job)
         for work in reversed(mine):
             del self._given[work.job.job]

@@ -23,7 +23,7 @@ LISTEN_S = 0.2
 
 
 class Links(msgspec.Struct, frozen=True, kw_only=True):
-    """What a member is told when it starts."""
+    """What a member receives at its start."""
 
     controller: str
     coordinator: str
@@ -40,7 +40,7 @@ class Links(msgspec.Struct, frozen=True, kw_only=True):
         return security_in(self.keys)
 
     def store(self, name: str, settings: LoopSettings) -> Store:
-        """A part of the store all members share."""
+        """A part of the store that all members share."""
         timeout = datetime.timedelta(seconds=settings.timeout_s)
         whole = TCPStore(self.store_host, self.store_port, is_master=False, timeout=timeout)
         return PrefixStore(name, whole)
@@ -55,7 +55,7 @@ class Conversation:
         self._client = Client(links.coordinator, member=member, messages=ToMember, keys=keys)
 
     def say(self, message: Any) -> None:
-        """Send; nothing comes back."""
+        """Send without an answer."""
         self._client.send(message)
 
     def ask(self, message: Any) -> Any:
@@ -69,14 +69,14 @@ class Conversation:
         while time.monotonic() < deadline:
             answer = self._client.receive(LISTEN_S)
             if isinstance(answer, Reset):
-                raise PeerLost(f"the coordinator was restarted, or had given {self.member} up")
+                raise PeerLost(f"the coordinator was restarted, or has dropped {self.member}")
             if answer is not None:
                 return answer
             meanwhile()
         raise PeerLost(f"the coordinator has not answered {self.member} for {self._timeout_s:.0f} s")
 
     def close(self) -> None:
-        """Disconnect; what nobody has answered may be lost."""
+        """Disconnect; messages without an answer may be lost."""
         self._client.close()
 
     def __enter__(self) -> Self:
@@ -87,7 +87,7 @@ class Conversation:
 
 
 class ProcessGroup:
-    """A few processes that add up or share small tensors; of one it costs nothing."""
+    """A few processes that sum or share small tensors; free of cost for a single one."""
 
     def __init__(self, store: Store, rank: int, size: int, *, timeout_s: float, device: str = "cpu") -> None:
         self.rank, self.size = rank, size
@@ -109,7 +109,7 @@ class ProcessGroup:
         return tensor
 
     def share(self, tensor: Tensor) -> Tensor:
-        """What rank 0 has, on all ranks."""
+        """Rank 0's tensor, on all ranks."""
         if self._group is not None:
             options = dist.BroadcastOptions()
             options.rootRank, options.rootTensor = 0, 0

@@ -15,14 +15,14 @@ PR_SET_PDEATHSIG = 1
 
 
 def die_with_launcher() -> None:
-    """Nobody is left behind: the kernel ends this process with its launcher, and it may be too late already."""
+    """Let the kernel end this process with its launcher; exit if the launcher has already ended."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != int(os.environ["WEFT_LAUNCHER"]):
         sys.exit("the launcher is gone")
 
 
 def main() -> None:
-    """Read what the launcher wrote, and be that rank."""
+    """Read what the launcher wrote, and run as that rank."""
     die_with_launcher()
 
     import msgspec  # noqa: PLC0415  # everything else, and torch above all, takes seconds

@@ -1,4 +1,4 @@
-"""What members of the loop and its coordinator say to each other; samples travel in these, weights do not."""
+"""Messages between members of the loop and its coordinator. They carry samples, but no weights."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def unpack(array: Array) -> NDArray[Any]:
 
 
 class Samples(msgspec.Struct, frozen=True, kw_only=True):
-    """Prompts with their answers: one sample a row, all answers equally long."""
+    """Prompts with their answers: one sample per row, all answers of equal length."""
 
     prompts: Array
     answers: Array
@@ -37,14 +37,14 @@ class Samples(msgspec.Struct, frozen=True, kw_only=True):
     logprobs: Array
     """Of each answer token, when it was sampled."""
     versions: Array
-    """That made each answer token."""
+    """The version that made each answer token."""
 
 
 # From members
 
 
 class Hello(msgspec.Struct, tag=True, frozen=True, kw_only=True):
-    """A member is there."""
+    """A member has started."""
 
     member: str
     iteration: int = 0
@@ -58,7 +58,7 @@ class Ask(msgspec.Struct, tag=True, frozen=True, kw_only=True):
 
     engine: int
     version: int
-    """It serves; -1 before the first."""
+    """The version it serves; -1 before the first."""
 
 
 class Busy(msgspec.Struct, tag=True, frozen=True, kw_only=True):
@@ -76,7 +76,7 @@ class SamplesMade(msgspec.Struct, tag=True, frozen=True, kw_only=True):
 
 
 class Take(msgspec.Struct, tag=True, frozen=True, kw_only=True):
-    """A trainer wants its samples of an iteration; answered when they are there."""
+    """A trainer wants its samples of an iteration; answered when they are complete."""
 
     rank: int
     iteration: int
@@ -96,7 +96,7 @@ class BroadcastOffer(msgspec.Struct, tag=True, frozen=True, kw_only=True):
 
 
 class VersionSent(msgspec.Struct, tag=True, frozen=True, kw_only=True):
-    """What became of a version; times since the epoch."""
+    """How a version ended; times since the epoch."""
 
     version: int
     published_at: float
@@ -118,17 +118,17 @@ class VersionServed(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     at: float
     pause_s: float
     exact: bool | None = None
-    """Whether all weights were found equal to the trainers', where that was looked at."""
+    """Whether all weights equal the trainers'; None if not checked."""
 
 
 class Done(msgspec.Struct, tag=True, frozen=True, kw_only=True):
-    """A trainer has finished all iterations; answered by Stop, so that it is known to have arrived."""
+    """A trainer has finished all iterations; answered by Stop, which confirms its arrival."""
 
     rank: int
 
 
 class MemberFailed(msgspec.Struct, tag=True, frozen=True, kw_only=True):
-    """A member cannot go on; answered by Stop."""
+    """A member cannot continue; answered by Stop."""
 
     member: str
     reason: str
@@ -178,7 +178,7 @@ class SampleBatch(msgspec.Struct, tag=True, frozen=True, kw_only=True):
 
 
 class Again(msgspec.Struct, tag=True, frozen=True, kw_only=True):
-    """To all trainers, which wait for samples: the last version was given up and nobody can go on without it."""
+    """To all trainers, which wait for samples: the last version was given up, and no engine can continue without it."""
 
 
 class Stop(msgspec.Struct, tag=True, frozen=True, kw_only=True):

@@ -1,7 +1,7 @@
 """How weights get from trainers to engines: weft, or the collectives it is compared with.
 
-Both sides of a method look alike: trainers `publish` and `wait_released`, engines ask `update` between tokens. Weft's
-returns at once and happens beside training and generation; a broadcast needs everybody at the same time.
+All methods have the same two sides: trainers `publish` and `wait_released`, engines call `update` between tokens.
+Weft's publish returns at once and overlaps training and generation; a broadcast needs all members at the same time.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 ATTEMPTS = 1_000
-"""Weft's version numbers of one policy: the policy's times this, and one more for every attempt to send it."""
+"""Weft's version number of a policy: the policy's times this, plus one for every further attempt to send it."""
 
 
 class SendingMethod(Protocol):
@@ -45,14 +45,14 @@ class SendingMethod(Protocol):
         """Wait until the weights may change."""
 
     def reports(self, *, wait: bool = False) -> list[VersionSent]:
-        """What became of versions since the last call; `wait`: of all."""
+        """How versions ended since the last call; `wait`: until all have."""
 
     def close(self) -> None:
         """Stop."""
 
 
 class WeftSending:
-    """Publishes through weft; a thread sees what becomes of each version."""
+    """Publishes through weft; a thread watches how each version ends."""
 
     def __init__(self, settings: LoopSettings, links: Links, policy: nn.Module, rank: int) -> None:
         self._timeout_s = settings.timeout_s
@@ -72,7 +72,7 @@ class WeftSending:
         self._publish(version * ATTEMPTS)
 
     def publish_again(self) -> None:
-        """Weft's version numbers must grow; the policy's does not."""
+        """Weft's version numbers must increase; the policy's stays the same."""
         self.wait_released()
         if self._publication is not None:
             self._publish(self._publication.version + 1)
@@ -83,7 +83,7 @@ class WeftSending:
         self._seen.append(self._watcher.submit(self._watch, publication, began))
 
     def _watch(self, publication: Publication, began: float) -> VersionSent:
-        """Wait for the end of a version; one that was given up is no reason to stop training."""
+        """Wait for the end of a version; one that was given up does not stop training."""
         released = began
         reason = ""
         try:
@@ -103,7 +103,7 @@ class WeftSending:
         )
 
     def wait_released(self) -> None:
-        """Wait until the weights may change; a version that was aborted reads them no more."""
+        """Wait until the weights may change; an aborted version no longer reads them."""
         if self._publication is not None:
             try:
                 self._publication.wait_released(self._timeout_s)
@@ -158,7 +158,7 @@ class CollectiveSending:
         """Never needed: a broadcast that fails ends the run."""
 
     def wait_released(self) -> None:
-        """Nothing is under way."""
+        """Nothing is in flight."""
 
     def reports(self, *, wait: bool = False) -> list[VersionSent]:
         """Versions that were sent."""
@@ -185,7 +185,7 @@ class Receiving(Protocol):
 
     @property
     def version(self) -> int:
-        """It serves; -1 before the first."""
+        """The version it serves; -1 before the first."""
 
     def close(self) -> None:
         """Stop."""
@@ -199,7 +199,7 @@ class WeftReceiving:
         self._receiver = Receiver(links.controller, rank=rank, weights=weights, security=links.security)
 
     def update(self) -> float | None:
-        """Commit, if there is something to commit."""
+        """Commit an update, if there is one."""
         update = self._receiver.poll()
         if update is None or not update.commit():
             return None
@@ -207,7 +207,7 @@ class WeftReceiving:
 
     @property
     def version(self) -> int:
-        """It serves; -1 before the first."""
+        """The version it serves; -1 before the first."""
         number = self._receiver.version
         return -1 if number is None else number // ATTEMPTS
 
@@ -232,7 +232,7 @@ class CollectiveReceiving:
         return None
 
     def receive(self, version: int) -> float:
-        """Everything, tensor by tensor; the engine stands still meanwhile."""
+        """Receive everything, tensor by tensor; the engine is paused meanwhile."""
         began = time.monotonic()
         for name, whole in self._tensors.items():
             self._model.load(name, self._group.share(whole))

@@ -19,11 +19,11 @@ from weft.rl.run.trainer import LoopTrainer
 from weft.rl.settings import LoopSettings
 
 LAST_WORDS_S = 5.0
-"""How long a rank that fails tries to say so."""
+"""How long a failing rank tries to report it."""
 
 
 def run_rank(settings: LoopSettings, links: Links, *, rank: int, local_rank: int) -> None:
-    """Be one rank until the run is over; first come the trainers, then the engines."""
+    """Run one rank until the run is over. Ranks of trainers come first, then those of engines."""
     torch.set_num_threads(settings.num_threads or max(1, (os.cpu_count() or 1) // settings.world_size))
     use_plugins(settings)
     is_trainer = rank < settings.num_trainers

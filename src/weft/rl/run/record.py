@@ -29,7 +29,7 @@ class Iteration:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VersionRecord:
-    """One version's way to the engines; times since the run began."""
+    """One version's transfer to the engines; times since the run began."""
 
     number: int
     published_s: float
@@ -60,7 +60,7 @@ class Commit:
 
 @dataclass(slots=True)
 class Record:
-    """Everything that was reported so far."""
+    """Everything reported so far."""
 
     method: str
     verifies: bool
@@ -73,7 +73,7 @@ class Record:
     samples_of: dict[int, int] = field(default_factory=dict)
     """Engine → samples it made."""
     example: str = ""
-    """A prompt and its newest answer, as a person would read them."""
+    """A prompt and its newest answer, as readable text."""
     lost: dict[str, str] = field(default_factory=dict)
     """Engines that are gone, and how."""
     copy_ms: float = 0.0
@@ -95,9 +95,9 @@ class Record:
         rewards = [iteration.reward for iteration in self.iterations]
         few = max(1, min(5, len(rewards) // 4))
         seconds = self.ended_s or self.since(time.time())
-        steady = self.iterations[1:]  # before the first ends, processes start
+        steady = self.iterations[1:]  # the first includes the start of processes
         spent_s = steady[-1].at_s - self.iterations[0].at_s if steady else 0.0
-        transfers = [v.transfer_ms for v in self.committed[1:] or self.committed]  # the first waits for everybody
+        transfers = [v.transfer_ms for v in self.committed[1:] or self.committed]  # the first waits for all members
         writes = quantiles([v.write_ms for v in self.committed[1:]])
         pauses = [c.pause_ms for c in self.commits if c.version] or [c.pause_ms for c in self.commits]
         return {
@@ -133,7 +133,7 @@ class Record:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """Everything, for those who want to draw it themselves."""
+        """Everything, for users who draw it themselves."""
         return asdict(self)
 
 

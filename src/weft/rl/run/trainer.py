@@ -1,9 +1,9 @@
-"""A trainer rank: takes samples, improves the policy by PPO, gives every version to the engines.
+"""A trainer rank: takes samples, improves the policy by PPO, publishes every version to the engines.
 
-    consumes      Batch from the coordinator                        produces      Take, Trained, Sent, Done; versions
+    consumes      SampleBatch           produces      Take, Trained, BroadcastOffer, VersionSent, Done; versions
     waits for     samples; the release of the weights before a step; other trainers      unblocked by   a deadline
 
-With weft the next iteration's samples are scored while the last version is still on its way; only the first step of the
+With weft the next iteration's samples are scored while the last version is still in flight; only the first step of the
 optimizer waits until the weights have been read.
 """
 
@@ -34,7 +34,7 @@ from weft.rl.run.verification import Expected
 from weft.rl.settings import LoopSettings, Method, Precision, Wrapping
 
 AGAIN_S = 0.2
-"""Before a version that was given up is sent again."""
+"""Wait before a version that was given up is sent again."""
 
 
 class LoopTrainer:
@@ -134,7 +134,7 @@ class LoopTrainer:
 
     @torch.no_grad()
     def _score(self, samples: Samples) -> ppo.Scored:
-        """What a step needs to know of each sample."""
+        """What a step needs of each sample."""
         settings = self.settings
         arrays = {name: unpack(getattr(samples, name)) for name in ("prompts", "answers", "rewards", "logprobs")}
         tokens = self._tensor(np.concatenate([arrays["prompts"], arrays["answers"]], axis=1))

@@ -1,4 +1,4 @@
-"""Bit for bit: what trainers publish, kept in files, against what engines hold. For tests and for the suspicious.
+"""Bit for bit: what trainers publish, kept in files, against what engines hold. Used by tests and `--check-bits`.
 
 Independent of weft: trainers gather full tensors, engines load them as any loader would and compare all bytes.
 """
@@ -19,7 +19,7 @@ KEPT = 4
 
 
 class Expected:
-    """The whole weights of recent versions, in a folder all members of a machine see."""
+    """The whole weights of recent versions, in a folder that all members of a machine share."""
 
     def __init__(self, run_dir: str) -> None:
         self._folder = Path(run_dir) / "expected"
@@ -37,7 +37,7 @@ class Expected:
                 self._path(version - KEPT).unlink()
 
     def equals(self, version: int, model: EngineModel, fresh: EngineModel) -> bool:
-        """Whether a model holds exactly this version; `fresh` is another of its kind, to load into."""
+        """Whether a model holds exactly this version; `fresh` is a second model to load into."""
         whole = torch.load(self._path(version), weights_only=True)
         with torch.inference_mode(False):
             for name, tensor in whole.items():

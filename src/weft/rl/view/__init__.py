@@ -1,1 +1,1 @@
-"""What a person sees of a run: live lines, and a page at its end."""
+"""Views of a run: live lines, and a page at its end."""

@@ -1,4 +1,4 @@
-"""Small drawings as SVG text: curves, and what happened when. No script, no file besides the page they are in."""
+"""Small drawings as SVG text: curves and timelines. They need no script and no other file."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Curve:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bar:
-    """Something that lasted."""
+    """A span of time."""
 
     row: str
     start: float

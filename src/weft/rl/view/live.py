@@ -1,6 +1,6 @@
-"""What a person sees while a run goes on: reward, versions on each engine, bytes, transfer and pause times.
+"""The live view of a run: reward, versions on each engine, bytes, transfer and pause times.
 
-On a terminal a view that is redrawn; elsewhere a line now and then.
+On a terminal a view that is redrawn; elsewhere a line every few seconds.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _DOTS = ((0x40, 0x04, 0x02, 0x01), (0x80, 0x20, 0x10, 0x08))
 
 @contextlib.contextmanager
 def live_view(settings: LoopSettings, console: Console) -> Iterator[Watch]:
-    """Gives what should be called with the record, often."""
+    """Yields a function to call often with the record."""
     if not console.is_terminal:
         yield _lines(settings, console)
         return

@@ -1,4 +1,4 @@
-"""The report of a run: one HTML page with everything in it, that opens anywhere and needs nothing.
+"""The report of a run: one self-contained HTML page.
 
 path = write_report(record, settings, Path("runs/a/report.html"))
 """
@@ -30,12 +30,12 @@ h1 { font-size: 1.5em; } h2 { font-size: 1.1em; margin: 0 0 .3em; }
 
 
 def write_report(record: Record, settings: LoopSettings, path: Path) -> Path:
-    """Write the page; returns where."""
+    """Write the page; returns its path."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(page(record, settings))
     except OSError as error:
-        raise ConfigError(f"cannot write the report `{path}`: {error.strerror}") from error
+        raise ConfigError(f"the report `{path}` cannot be written: {error.strerror}") from error
     return path
 
 
@@ -69,7 +69,7 @@ def _sentence(settings: LoopSettings) -> str:
 
 
 def count(number: int, what: str) -> str:
-    """A number of things."""
+    """A number and its noun."""
     return f"{number} {what}{'' if number == 1 else 's'}"
 
 
@@ -120,7 +120,7 @@ def _pauses(record: Record) -> list[tuple[float, float]]:
 
 
 def _bars(record: Record, settings: LoopSettings) -> list[Bar]:
-    """What each of the last versions did when, in milliseconds."""
+    """The timeline of the last versions, in milliseconds."""
     shown = record.committed[-SHOWN_VERSIONS:]
     numbers = {version.number for version in shown}
     bars = []

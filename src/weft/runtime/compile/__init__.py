@@ -1,1 +1,1 @@
-"""From what members report, and the plan, to what each of them does."""
+"""From what members report, and the plan, to what each member does."""

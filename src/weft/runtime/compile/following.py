@@ -1,7 +1,7 @@
-"""A saved plan between members that joined: what they report, as the plan's layouts, and the plan that then runs.
+"""Following a saved plan: what members report, as the plan's layouts, and the plan that then runs.
 
 Engines report boxes of checkpoint tensors (`q_proj.weight`, rows 0 to 512 of 2048), as adapters do, or whole tensors by
-the names the plan gives them (`qkv_proj.weight`). Of the latter the plan knows what they are made of.
+the names the plan gives them (`qkv_proj.weight`). For the latter, the plan knows what they are made of.
 """
 
 from __future__ import annotations
@@ -64,9 +64,9 @@ class _Reported:
     boxes: list[int] = field(default_factory=list)
     """Numbers of its shards that are boxes of checkpoint tensors."""
     named: list[Tensor] = field(default_factory=list)
-    """Whole tensors of the plan's."""
+    """Whole tensors of the plan."""
     pieces: list[Piece] = field(default_factory=list)
-    """What those are made of."""
+    """What these tensors are made of."""
 
 
 class _PlannedTensors:
@@ -80,7 +80,7 @@ class _PlannedTensors:
         self._made: dict[int, tuple[Piece, ...]] = {}
 
     def recognise(self, rank: int, held: Iterable[HeldShard]) -> _Reported:
-        """Tell boxes of checkpoint tensors from whole tensors of the plan's; empty shards are neither."""
+        """Tell boxes of checkpoint tensors from whole tensors of the plan; empty shards are neither."""
         engine = self._engine
         mine = np.flatnonzero(engine.groups.contain(engine.group_of, np.full(len(engine.lo), rank)))
         rows = {engine.tensors[engine.tensor_of[row]].name: row for row in mine.tolist()}
@@ -101,7 +101,7 @@ class _PlannedTensors:
         return any(self._sources.get(name) == shard.shape for name in (shard.name, *shard.aliases))
 
     def _is_whole(self, shard: HeldShard, row: int) -> bool:
-        """Whether a shard is all of an engine tensor of the plan's."""
+        """Whether a shard is a whole engine tensor of the plan."""
         return shard.shape == shard.extent == self._engine.tensors[self._engine.tensor_of[row]].shape
 
     def _pieces(self, row: int) -> tuple[Piece, ...]:
@@ -124,6 +124,6 @@ class _PlannedTensors:
         return Piece(dst=tensor.name, source=source, dst_lo=dst_lo, extent=extent, src_lo=src_lo, axes=axes, op=op)
 
     def scaling(self, pieces: Iterable[Piece]) -> dict[str, Scaling]:
-        """Which elements of their sources share a scale, as far as that is not a block."""
+        """Which elements of their sources share a scale, where that is not a block."""
         scaled = {piece.source for piece in pieces if piece.op is Op.SCALE}
         return {name: kind for name, kind in self._recipe.scaling.items() if name in scaled}

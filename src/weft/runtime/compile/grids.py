@@ -21,13 +21,13 @@ from weft.runtime.weights import Weights
 
 Int64s = NDArray[np.int64]
 _Rect = tuple[tuple[int, int], tuple[int, int]]
-"""First row and column, and those behind the last."""
+"""First row and column, and those just past the last."""
 
 
 def trainer_grids(plan: Plan, groups: ScaleGroups, trainer: int, shard_number: Int64s) -> TrainerGrids:
-    """The matrices one trainer quantises parts of, with the boxes it must look at.
+    """The matrices one trainer quantises parts of, with the boxes it must search.
 
-    `shard_number`: of every row of the trainer layout the number of the shard it is held as; -1: it is not.
+    `shard_number`: for every row of the trainer layout, the number of the shard that holds it; -1: not held.
     """
     layout = plan.trainer
     shards = np.flatnonzero((shard_number >= 0) & (groups.group[layout.tensor_of] >= 0))
@@ -46,7 +46,7 @@ def trainer_grids(plan: Plan, groups: ScaleGroups, trainer: int, shard_number: I
 
 
 def _shared_boxes(plan: Plan, trainer: int, shards: Ints, number: Int64s, shard_number: Int64s) -> Int64s:
-    """Boxes of shards that others hold too. What is needed of shards that are alike is found out once."""
+    """Boxes of shards that others hold too. What is needed of identical shards is computed once."""
     layout, needed = plan.trainer, cache(_needed)
     tensor = layout.tensor_of[shards]
     sent = _sent_boxes(plan, trainer) if len(shards) else {}
@@ -69,7 +69,7 @@ class TrainerGrids:
         self._plan, self._all, self._boxes = plan, groups, boxes
 
     def encode(self) -> bytes:
-        """As they travel; empty where there are none."""
+        """Encoded for the wire; empty if there are none."""
         if not len(self.tensors):
             return b""
         trainer, tensors = self._plan.trainer, self.tensors
@@ -80,7 +80,7 @@ class TrainerGrids:
 
 
 def held_grids(data: bytes, weights: Weights) -> HeldGrids:
-    """The matrices a trainer quantises, as it works on them: in the memory it holds. Raises ProtocolError."""
+    """The matrices a trainer quantises, in the memory it holds. Raises ProtocolError."""
     if not data:
         return HeldGrids()
     tables = expand(data, ("grids", "boxes"))
@@ -88,13 +88,13 @@ def held_grids(data: bytes, weights: Weights) -> HeldGrids:
     fits = grids.ndim == 2 and boxes.ndim == 2 and grids.shape[1:] == (5,) and boxes.shape[1:] == (6,)
     limits = ((boxes[:, 0], len(grids)), (boxes[:, 1], len(held)), (grids[:, 2], len(SCALINGS))) if fits else ()
     if not fits or not all(((column >= 0) & (column < most)).all() for column, most in limits):
-        raise ProtocolError("a table of quantised matrices does not fit together")
+        raise ProtocolError("table of quantised matrices is inconsistent")
     grid, shard, first, extent = boxes[:, 0], boxes[:, 1], boxes[:, 2:4], boxes[:, 4:]
     lo, strides, width = held.lo[shard], held.strides[shard], held.itemsize[shard]
     inside = (held.num_dims[shard] == 2) & (np.diff(grid, prepend=0) >= 0) & (extent > 0).all(axis=1)
     inside &= ((first >= lo[:, :2]) & (first + extent <= lo[:, :2] + held.extent[shard, :2])).all(axis=1)
     if not inside.all():
-        raise ProtocolError(f"`{held.names[shard[np.argmin(inside)]]}`: quantised outside of what is held")
+        raise ProtocolError(f"`{held.names[shard[np.argmin(inside)]]}` is quantised outside the part that is held")
     names = np.zeros(len(grids), dtype=np.int64)
     names[grid] = shard
     return HeldGrids(
@@ -130,7 +130,7 @@ def _sent_boxes(plan: Plan, trainer: int) -> dict[int, list[_Rect]]:
 
 
 def _needed(matrix: tuple[int, int, int], mine: _Rect, sent: tuple[_Rect, ...]) -> list[_Rect]:
-    """Of a shard that others hold too: the blocks of what is sent, and those at its borders, which others may need.
+    """For a shard that others hold too: the blocks of what is sent, and those at its borders, which others may need.
 
     `matrix`: its rows and columns, and which of its elements share a scale.
     """

@@ -1,4 +1,4 @@
-"""Which of its shards a member holds a row of a layout as: the plan speaks of rows, members of what they hold."""
+"""Which of a member's shards holds a row of a layout: the plan is in rows, members report shards."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Int64s = NDArray[np.int64]
 
 
 class LayoutRows:
-    """The rows of a layout, to be found by name and box."""
+    """The rows of a layout, found by name and box."""
 
     def __init__(self, layout: Layout) -> None:
         self._layout = layout
@@ -27,9 +27,9 @@ class LayoutRows:
         self._name = name[layout.tensor_of]
 
     def numbers(self, rank: int, held: HeldTable, lo: Int64s) -> Int64s:
-        """Of every row the number of the shard a member holds it as; -1: it does not.
+        """For every row, the number of the member's shard that holds it; -1: not held.
 
-        `lo`: where shards begin, as the layout counts.
+        `lo`: where shards begin, in the layout's coordinates.
         """
         layout = self._layout
         found = np.full(len(layout.lo), -1, dtype=np.int64)
@@ -45,18 +45,18 @@ class LayoutRows:
         return found
 
     def _last_named(self, name: Int64s, table: Int64s, wanted: Int64s) -> Int64s:
-        """For every wanted row the last one of a table with its name, if it is equal; -1 otherwise.
+        """For every wanted row, the last one of a table with its name, if it is equal; -1 otherwise.
 
-        Most members hold one shard of a tensor: nothing else has to be looked for.
+        Most members hold one shard per tensor: nothing else has to be searched.
         """
-        last = np.full(len(self._number) + 1, -1, dtype=np.int64)  # the last entry is for names the layout has not
+        last = np.full(len(self._number) + 1, -1, dtype=np.int64)  # the last entry is for names not in the layout
         last[name] = np.arange(len(name))
         at = last[wanted[:, 0]]
         is_equal = (at >= 0) & (table[at] == wanted).all(axis=1) if len(table) else np.zeros(len(at), dtype=bool)
         return np.where(is_equal, at, -1)
 
     def _names(self, held: HeldTable) -> Iterator[tuple[Int64s, Int64s]]:
-        """Numbers of the names of shards, with the shards: aliases first, which count less."""
+        """Numbers of the names of shards, with the shards: aliases first, because names take precedence."""
         pairs = [(alias, shard) for shard, aliases in held.aliases.items() for alias in aliases]
         if pairs:
             yield self._looked_up([alias for alias, _ in pairs]), np.array([shard for _, shard in pairs])
@@ -73,7 +73,7 @@ def _boxes(name: Int64s, lo: Ints, extent: Ints, width: int) -> Int64s:
 
 
 def _last_equal(table: Int64s, wanted: Int64s) -> Int64s:
-    """For every wanted row the last equal one of a table; -1 where there is none."""
+    """For every wanted row, the last equal one of a table; -1 if there is none."""
     if not len(table) or not len(wanted):
         return np.full(len(wanted), -1, dtype=np.int64)
     none = np.zeros(1, dtype=np.uint64)

@@ -1,7 +1,7 @@
 """What one trainer sends to one engine rank, as boxes: the controller cuts them out of the plan, members compile them.
 
-Boxes of a kind differ only in where they begin, such as those of a layer's experts. A table of kinds and a few numbers
-for each box travel; addresses do not, because every member knows its own.
+Boxes of one kind differ only in where they begin, such as those of a layer's experts. A table of kinds and a few
+numbers per box travel; addresses do not, because every member knows its own.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ class LinkBoxes:
     first: Int64s
     """(n, 2): row and column in the matrix; in blocks for scales."""
     grid: Int64s
-    """Number of the trainer's grid; -1: it has none."""
+    """Number of the trainer's grid; -1: none."""
     group: Int64s
     place: Int64s
-    """Destination order."""
+    """In destination order."""
 
     def __len__(self) -> int:
         return len(self.kind)
@@ -70,16 +70,16 @@ class LinkBoxes:
 
     @property
     def compact(self) -> Int64s:
-        """Strides of kinds as they lie in a stream."""
+        """Strides of kinds in a stream."""
         return row_major_strides(self.extent)
 
     def encode(self) -> bytes:
-        """As it travels."""
+        """Encoded for the wire."""
         return squeeze({field.name: getattr(self, field.name) for field in fields(self)})
 
     @classmethod
     def decode(cls, data: bytes) -> LinkBoxes:
-        """From what came; raises ProtocolError unless all numbers fit together."""
+        """Decoded from the wire; raises ProtocolError unless all numbers are consistent."""
         boxes = cls(**expand(data, [field.name for field in fields(cls)]))
         boxes._check()
         return boxes
@@ -92,7 +92,7 @@ class LinkBoxes:
         limits = ((self.kind, len(self.extent)), (self.dst, len(self.tensors)), (self.what[:, 1:], len(DTYPES)))
         fits = fits and all(((column >= 0) & (column < most)).all() for column, most in limits)
         if not fits or not (self.extent > 0).all():
-            raise ProtocolError("a table of a plan does not fit together")
+            raise ProtocolError("table of a plan is inconsistent")
 
 
 class PlanBoxes:

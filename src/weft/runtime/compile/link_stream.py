@@ -1,4 +1,4 @@
-"""A link's stream, compiled from its boxes: the tables both of its ends work through, version after version.
+"""A link's stream, compiled from its boxes: the tables both ends work through, version after version.
 
 Both ends cut the same boxes into the same units and Chunks (`weft.core.streams.stream`); each adds its own addresses.
 Nothing here is done tensor by tensor: columns go in, tables of planes come out.
@@ -76,7 +76,7 @@ class LinkStream:
 
     @property
     def chunk_wire_bytes(self) -> Int64s:
-        """Bytes that travel for each Chunk of a version that is sent whole: gaps only where a Chunk is one write."""
+        """Bytes on the wire for each Chunk of a version that is sent whole: gaps only where a Chunk is one write."""
         whole = (self.chunks.path == Path.PACKED) & self.is_written_whole
         return np.where(whole, self.chunks.num_bytes, self.chunks.payload)
 
@@ -88,12 +88,12 @@ class LinkStream:
 
     @property
     def slot_bytes(self) -> int:
-        """Room for any packed Chunk."""
+        """Room for the largest packed Chunk."""
         return aligned(int(self.chunks.num_bytes[self.num_straight :].max(initial=0)))
 
     @property
     def window_bytes(self) -> int:
-        """What the link needs of the engine's window."""
+        """Bytes the link needs in the engine's window."""
         return min(self.carriage.num_slots, self.num_packed) * self.slot_bytes
 
     @property
@@ -111,7 +111,7 @@ class LinkStream:
 
     @property
     def num_writes(self) -> int:
-        """One-sided writes of a version that is sent whole; for links that take descriptors."""
+        """One-sided writes of a version that is sent whole; for links that use descriptors."""
         straight = self.chunks.path[self.units.chunk] != Path.PACKED
         landed = self._compact if self.carriage.lands_in_stream else self._dst_strides
         runs = num_runs(self.units.extent, self._src_strides, landed)[straight].sum()
@@ -152,8 +152,8 @@ class LinkStream:
     def straight(self, source: Int64s, to: Int64s | int, place: Int64s | None) -> list[Planes]:
         """What is written straight from the weights: one table for each such Chunk.
 
-        `source`: addresses of the trainer's shards. `to`: of the engine's tensors, or of the stream. `place`: where the
-        tensors lie in the digest's space; None: not digested.
+        `source`: addresses of the trainer's shards. `to`: of the engine's tensors, or of the stream. `place`: positions
+        of the tensors in the digest's space; None: not digested.
         """
         units = np.flatnonzero(self.units.chunk < self.num_straight)
         tables = self._written(units, self._source(source)[units], self._src_strides[units], to, place)
@@ -187,7 +187,7 @@ class LinkStream:
     def straight_fills(self, source: Int64s, to: Int64s | int) -> list[ChunkFill] | None:
         """How packed Chunks are converted straight into memory that is mapped here; `to` as for `straight`.
 
-        None where that cannot be: units must lie in one piece there, and begin where GPUs like to write.
+        None if that is not possible: units must be contiguous there, and aligned for GPU writes.
         """
         at = self.units.offset + to if isinstance(to, int) else self._destination(to)
         packed = self.units.chunk >= self.num_straight
@@ -197,7 +197,7 @@ class LinkStream:
         return None if (at[packed] % UNIT_ALIGN).any() else self._filled(source, at)
 
     def _filled(self, source: Int64s, at: Int64s) -> list[ChunkFill]:
-        """How packed Chunks are filled, from where their units go."""
+        """How packed Chunks are filled, given where their units go."""
         address = self._source(source)
         copied = self._copies(address, at)
         converted = self._conversions(address, at)
@@ -228,7 +228,7 @@ class LinkStream:
         return [found[a:b] for a, b in itertools.pairwise(borders)]
 
     def _converted(self, unit: Int64s, planes: PlaneColumns, address: Int64s) -> Int64s:
-        """Planes that are converted, as rows of `Conversions`; `unit[i]` is the unit plane i belongs to."""
+        """Converted planes, as rows of `Conversions`; `unit[i]` is the unit plane i belongs to."""
         boxes, box = self.boxes, self.units.box[unit]
         first = boxes.first[box] + self.units.first[unit][:, -2:]
         src_width = boxes.src_width[box]
@@ -247,7 +247,7 @@ class LinkStream:
         return np.stack([columns[name] for name in Conversion._fields], axis=1)
 
     def parcels(self, to: Int64s | int, place: Int64s | None) -> list[Planes]:
-        """What each packed Chunk writes: sources count from its beginning; `to` and `place` as for `straight`."""
+        """What each packed Chunk writes: sources are relative to its beginning; `to` and `place` as for `straight`."""
         units = np.flatnonzero(self.units.chunk >= self.num_straight)
         at = self.units.offset - self.chunks.begin[self.units.chunk]
         return self._written(units, at[units], self._compact[units], to, place)[self.num_straight :]
@@ -255,8 +255,8 @@ class LinkStream:
     # An engine's tables
 
     def landed(self, at: Int64s | int, live: Int64s, place: Int64s) -> list[Planes]:
-        """For each Chunk: where its bytes lie when they have landed (`src`), where they belong (`dst`), and their place
-        in the digest's space. `at`: the address of the stream; or of the engine's tensors, if they land there."""
+        """For each Chunk: where its bytes land (`src`), where they belong (`dst`), and their position in the digest's
+        space. `at`: the address of the stream, or of the engine's tensors if they land there."""
         if isinstance(at, int):
             planes = planes_of(self.units.extent, self._compact, self._dst_strides)
             src = self.units.offset + at
@@ -302,7 +302,7 @@ class LinkStream:
         return ImageLayout(sections=sections, num_bytes=int(self.chunks.num_bytes[number]))
 
     def image_rows(self, live: Int64s, scratch: int) -> list[tuple[ImageRows, ...]]:
-        """For each packed Chunk and section: where its bytes belong; gaps go to `scratch`, where nobody looks."""
+        """For each packed Chunk and section: where its bytes belong; gaps go to `scratch`, which is never read."""
         tables = self.landed(0, live, np.zeros(len(self.boxes.tensors), dtype=np.int64))[self.num_straight :]
         begins = self.chunks.begin[self.num_straight :].tolist()
         return [
@@ -312,7 +312,7 @@ class LinkStream:
 
 
 def _matrices(extent: Int64s, src_strides: Int64s) -> PlaneColumns:
-    """Boxes of matrices as planes, whatever their contiguity: rows and columns mean something to scales."""
+    """Boxes of matrices as planes, even where contiguous: rows and columns matter for scales."""
     zero = np.zeros(len(extent), dtype=np.int64)
     return PlaneColumns(
         box=np.arange(len(extent)),
@@ -324,13 +324,13 @@ def _matrices(extent: Int64s, src_strides: Int64s) -> PlaneColumns:
 
 
 def _source_end(planes: Planes, found: Conversions) -> int:
-    """Behind the last byte of the weights a Chunk reads."""
+    """Address just past the last byte of the weights a Chunk reads."""
     address, num_bytes = planes.src_spans
     return max(int((address + num_bytes).max(initial=0)), found.source_end)
 
 
 def _section_rows(table: Planes, chunk_begin: int, section: Section, scratch: int) -> ImageRows:
-    """Rows of one section, sorted by their place in it, with gaps filled in."""
+    """Rows of one section, sorted by their position in it, with gaps filled in."""
     live, stream, length, _ = table.runs
     begin = stream.astype(np.int64) - chunk_begin - section.begin
     mine = (begin >= 0) & (begin < section.num_bytes)

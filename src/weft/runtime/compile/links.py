@@ -1,4 +1,4 @@
-"""How members are really linked: the transports that were chosen, and how versions land."""
+"""How members are actually linked: the chosen transports, and how versions land."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SMALLEST_SLOT = 64 << 10
 def member_links(
     plan: Plan, transports: Mapping[tuple[int, int], str], devices: Mapping[int, str], settings: TransferSettings
 ) -> PairLinks:
-    """The links of a plan, which says how large Chunks are. `devices`: where the weights of engine ranks lie."""
+    """The links of a plan, which sets the size of Chunks. `devices`: where the weights of engine ranks lie."""
     shape = plan.topology.num_trainers, plan.topology.num_engines
     is_mapped, min_run_bytes = np.zeros(shape, dtype=bool), np.zeros(shape, dtype=np.int64)
     for link, transport in transports.items():

@@ -1,10 +1,10 @@
-"""From what members report to a plan: which trainer tensor every engine tensor is made of, and how.
+"""From what members report to a plan: which trainer tensor every engine tensor is made from, and how.
 
-Engine tensors take the boxes of equally named trainer tensors. Where precisions differ they are cast; an engine tensor
-`X` in FP8 is quantised from `X`, and its scales go to `X_scale_inv` or `X_scale`, whose shape says which elements share
-one: [⌈n/128⌉, ⌈k/128⌉] for blocks, [n, 1] or [n] for rows, [1] for the whole matrix.
+Engine tensors take the boxes of trainer tensors of the same name. Where precisions differ they are cast; an engine
+tensor `X` in FP8 is quantised from `X`, and its scales go to `X_scale_inv` or `X_scale`, whose shape says which
+elements share one: [⌈n/128⌉, ⌈k/128⌉] for blocks, [n, 1] or [n] for rows, [1] for the whole matrix.
 
-Members report columns, and columns become the plan: only names, and what is wrong, are looked at one by one.
+Members report columns, and columns become the plan: only names and errors are handled one by one.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def plan_members(
     ignore: Sequence[str] = (),
     settings: Settings | None = None,
 ) -> Plan:
-    """The plan between the members that joined, where they are in a cluster of this kind.
+    """The plan between the members that joined, placed in a cluster of this kind.
 
     `ignore` are trainer tensors no engine has, by name or pattern.
     """
@@ -75,7 +75,7 @@ def _seats(joins: Mapping[int, Join]) -> list[Seat]:
 
 
 def _check_shapes(wrong: Mapping[str, str], recipe: Recipe, trainer: Layout, ignored: tuple[str, ...]) -> None:
-    """Raise if shapes are wrong, together with everything else that is."""
+    """Raise if shapes are wrong, with everything else that is wrong."""
     if not wrong:
         return
     problems = list(wrong.values())
@@ -103,11 +103,11 @@ class Matched:
     holding: Side
     taking: Side
     sources: tuple[str, ...]
-    """Different names of trainer tensors that are asked for."""
+    """Distinct names of the trainer tensors that are requested."""
     source: Int64s
     """Numbers in `sources`."""
     row: Int64s
-    """A shard of its source among those of trainers; -1: no trainer has it."""
+    """A shard of its source among the trainers' shards; -1: no trainer has it."""
     is_scale: Bools
     """Whether it holds scales of its source."""
     has_scales: Bools
@@ -140,11 +140,11 @@ class Matched:
 
     @property
     def wanted(self) -> set[str]:
-        """Names of trainer tensors that are asked for."""
+        """Names of the trainer tensors that are requested."""
         return set(self.sources)
 
     def shape_problems(self, shards: Int64s) -> dict[str, str]:
-        """Tensors of which engines expect another shape; one that took a part of a larger tensor has another model."""
+        """Tensors that engines expect in another shape; one that took part of a larger tensor has another model."""
         shards = shards[((self.row >= 0) & ~self.is_scale)[shards]]
         mine, theirs = self.taking.held, self.holding.held
         width, row = max(mine.shape.shape[1], theirs.shape.shape[1]), self.row[shards]
@@ -164,19 +164,19 @@ class Matched:
         for name in sorted(quantized):
             row = quantized[name]
             if row < 0:
-                continue  # reported with all that is missing
+                continue  # reported with everything that is missing
             if not can_be[row]:
                 dtype, shape = self.holding.dtype_name(row), self.holding.shape(row)
                 problems.append(f"{name}: cannot be quantised from {dtype} {shape}")
             if name in unscaled:
                 problems.append(f"{name}: has no scales ({name}_scale_inv or {name}_scale)")
         if problems:
-            hint = "matrices of bf16 or fp32 are quantised, and need their scales"
-            raise LayoutError("the engine wants FP8", problems=tuple(problems), hint=hint)
+            hint = "only bf16 and fp32 matrices are quantised, and each needs its scales"
+            raise LayoutError("these tensors cannot be quantised to FP8", problems=tuple(problems), hint=hint)
 
     @property
     def op(self) -> Int64s:
-        """How each engine tensor is made. What is missing is reported with everything else that is."""
+        """How each engine tensor is made. Missing sources are reported later, all together."""
         holding, taking = self.holding, self.taking
         known = {dtype: number for number, dtype in enumerate((*holding.held.dtypes, *taking.held.dtypes))}
         mine, theirs = (
@@ -191,7 +191,7 @@ class Matched:
         """Engine tensors as boxes of their sources."""
         held, op = self.taking.held, self.op[shards]
         num_dims = held.num_dims[shards]
-        is_vector = (op == Op.SCALE) & (num_dims == 1)  # scales of rows, or of everything, without a second dimension
+        is_vector = (op == Op.SCALE) & (num_dims == 1)  # scales of rows or of the whole, without a second dimension
         width = max(held.lo.shape[1], 2)
         return TakenBoxes(
             names=self.taking.names,
@@ -221,7 +221,7 @@ class Matched:
                 f"`{self.sources[self.source[other]]}` is wanted with scales of {self.taking.shape(one)} "
                 f"(`{self.taking.held.names[one]}`) and of {self.taking.shape(other)} "
                 f"(`{self.taking.held.names[other]}`)",
-                hint="let all engines share scales in the same way: blocks, rows, or whole tensors",
+                hint="use the same kind of scales on all engines: blocks, rows or whole tensors",
             )
         kinds = list(Scaling)
         special = first[kind[first] != kinds.index(Scaling.BLOCK)]
@@ -231,7 +231,7 @@ class Matched:
         """Which elements share each of these scales, as numbers in the order of `Scaling`."""
         held, width = self.taking.held, max(self.taking.held.shape.shape[1], 2)
         shape, num_dims = pad_dims(held.shape, width, 1)[shards, :2], held.num_dims[shards]
-        weight = self.holding.held.shape[self.row[shards], :2]  # of matrices: only they are quantised
+        weight = self.holding.held.shape[self.row[shards], :2]  # of matrices: only these are quantised
         kind = np.full(len(shards), -1, dtype=np.int64)
         for number in reversed(range(len(Scaling))):
             sides = block_sides_of(weight, np.full(len(shards), 2), np.full(len(shards), number))
@@ -243,13 +243,13 @@ class Matched:
             raise LayoutError(
                 f"`{held.names[shard]}` has the shape {self.taking.shape(shard)} for a weight of "
                 f"{self.holding.shape(self.row[shard])}",
-                hint="[⌈n/128⌉, ⌈k/128⌉] for blocks, [n, 1] or [n] for rows, [1] for all",
+                hint="[⌈n/128⌉, ⌈k/128⌉] for blocks, [n, 1] or [n] for rows, [1] for the whole matrix",
             )
         return kind
 
 
 def _equal_names(taking: Side, rows: Mapping[str, int]) -> dict[str, str]:
-    """The trainer tensor each engine tensor is named after, under any of its names; its own where there is none."""
+    """The trainer tensor each engine tensor is named after, under any of its names; its own name if there is none."""
     sources = dict(zip(taking.names, taking.names, strict=True))
     for shard, aliases in taking.held.aliases.items():
         name = taking.held.names[shard]
@@ -258,7 +258,7 @@ def _equal_names(taking: Side, rows: Mapping[str, int]) -> dict[str, str]:
 
 
 def _looked_up(names: Collection[str], numbers: Mapping[str, int]) -> Int64s:
-    """The number of each name; -1 where it has none."""
+    """The number of each name; -1 if it has none."""
     return np.fromiter(map(numbers.get, names, repeat(-1)), dtype=np.int64, count=len(names))
 
 
@@ -311,9 +311,9 @@ def trainer_layout(trainers: Side, wanted: set[str], *, num_ranks: int, check: b
 
 
 def _wanted_names(trainers: Side, wanted: set[str]) -> tuple[Int64s, Int64s, list[str]]:
-    """Shards under the names that are asked for, or their own where none is: shard and number of its name, and names.
+    """Shards under the requested names, or under their own if none is: shard and number of its name, and names.
 
-    Only shards that have aliases can have several.
+    Only shards with aliases can have several.
     """
     held, names = trainers.held, list(trainers.names)
     if not held.aliases:
@@ -337,7 +337,7 @@ def _wanted_names(trainers: Side, wanted: set[str]) -> tuple[Int64s, Int64s, lis
 
 
 def _check_agreement(trainers: Side) -> None:
-    """Raise, naming those that differ from most others, unless all trainers hold parts of the same tensors."""
+    """Raise, naming the trainers that differ from the majority, unless all hold parts of the same tensors."""
     held = trainers.held
     kinds = np.concatenate([held.dtype[:, None], held.num_dims[:, None], held.shape], axis=1)
     first, number = by_appearance(trainers.name)

@@ -1,7 +1,7 @@
 """From the plan to each member's part of it: pure functions.
 
 A part is made in two steps. Sizes of landing areas follow from the plan alone, so engines reserve memory before
-anything is written; addresses follow from what members answer when they have opened their transports.
+anything is written; addresses follow from the members' answers when they have opened their transports.
 """
 
 from __future__ import annotations
@@ -91,10 +91,10 @@ class MemberPlans:
         self._places = {e: digest_places(join.held.table) for e, join in self._engines.items()}
         self._tables: dict[tuple[int, int], LinkTable] = {}
         self._linked = plan.pair_bytes > 0
-        """Pairs that are linked at all."""
+        """Pairs that are linked."""
         chunks = plan_chunks(plan, self.links)
         self.wire_bytes = chunks.pair_sum(chunks.num_bytes, self._linked.shape)
-        """What each link carries in a version that is sent whole: a matrix [trainer, engine]."""
+        """Bytes each link carries in a version that is sent whole: a matrix [trainer, engine]."""
         self.num_writes = int(chunks.num_writes.sum())
         """One-sided writes of such a version."""
         landing = self._landing_room(chunks)
@@ -113,13 +113,13 @@ class MemberPlans:
         return np.minimum(self.links.num_slots, chunks.pair_sum(packed, shape)) * _aligned(largest)
 
     def _room_for_patches(self) -> Int64s:
-        """Bytes each link has for its patches."""
+        """Bytes reserved for the patches of each link."""
         if self._settings.delta is not DeltaPolicy.ON:
             return np.zeros(self._linked.shape, dtype=np.int64)
         return patch_room(self.wire_bytes, self._settings.patch_share)
 
     def _table(self, trainer: int, engine: int) -> LinkTable:
-        """The boxes of one link, made once: both of its ends get them, and again when a member returns."""
+        """The boxes of one link, made once: both ends get them, and get them again when a member returns."""
         link = trainer, engine
         if link not in self._tables:
             boxes = self._boxes.link(
@@ -157,7 +157,7 @@ class MemberPlans:
     def send_plan(self, trainer: int, engines: Mapping[int, Opened], trainers: Mapping[int, Opened]) -> SendPlan:
         """What one trainer writes. It begins with the engine rank of its own number, so that all are busy.
 
-        `engines` and `trainers`: what these have opened.
+        `engines` and `trainers`: what they have opened.
         """
         linked = np.flatnonzero(self._linked[trainer]).tolist()
         first = trainer % max(len(self._engines), 1)
@@ -192,7 +192,7 @@ class MemberPlans:
         )
 
     def receive_plan(self, engine: int, opened: Mapping[int, Opened]) -> ReceivePlan:
-        """What one engine rank gets from every trainer; `opened`: what these have."""
+        """What one engine rank gets from every trainer; `opened`: what the trainers have opened."""
         sources = [
             TrainerSource(
                 trainer=trainer,
@@ -220,13 +220,13 @@ def _aligned(sizes: Int64s) -> Int64s:
 
 
 def digest_places(held: HeldTable) -> Int64s:
-    """Where each shard of an engine rank lies in its digest space."""
+    """Position of each shard of an engine rank in its digest space."""
     aligned = _aligned(held.num_bytes)
     return np.cumsum(aligned) - aligned
 
 
 def _trainer_shards(plan: Plan, trainers: Mapping[int, Join]) -> dict[int, Int64s]:
-    """Of every row of the trainer layout the number of the shard each trainer holds it as."""
+    """For every row of the trainer layout, the number of the shard with which each trainer holds it."""
     rows = LayoutRows(plan.trainer)
     tables = {rank: join.held.table for rank, join in trainers.items()}
     return {rank: rows.numbers(rank, held, held.lo) for rank, held in tables.items()}
@@ -240,7 +240,7 @@ def _engine_tensors(plan: Plan, engines: Mapping[int, Join]) -> dict[int, Int64s
 
 
 def _grid_numbers(plan: Plan, grids: TrainerGrids) -> Int64s:
-    """The trainer's number of the grid of each trainer tensor; -1 where it has none."""
+    """The trainer's number for the grid of each trainer tensor; -1 if it has none."""
     numbers = np.full(len(plan.trainer.tensors), -1, dtype=np.int64)
     numbers[grids.tensors] = np.arange(len(grids.tensors))
     return numbers
@@ -254,5 +254,5 @@ def _check_quantized(plan: Plan, rows: RowBoxes) -> None:
         name = plan.recipe.engine.tensors[plan.recipe.engine.tensor_of[plan.dst[row]]].name
         raise PlanError(
             f"`{name}` is quantised from a transposed matrix",
-            hint="let trainers hold it in the order of the checkpoint, or engines in the trainer's precision",
+            hint="hold it in checkpoint order on the trainers, or in the trainer's precision on the engines",
         )

@@ -1,8 +1,8 @@
-"""Which trainers hold parts of the same FP8 blocks, and have to tell each other magnitudes.
+"""Which trainers hold parts of the same FP8 blocks and have to exchange magnitudes.
 
-Holders of a block that shard borders cut tell each other directly: a border has few sides. A matrix with a single scale
-lies on all trainers; there one holder, the hub, collects the magnitudes of all others and tells them the largest. Where
-several trainers hold the same shard, one of them is as good as another: all hold the same bits.
+Holders of a block that shard borders cut exchange them directly: a border has few sides. A matrix with a single scale
+lies on all trainers; there one holder, the hub, collects the magnitudes of all others and sends them the largest. Where
+several trainers hold the same shard, any of them will do: all hold the same bits.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ from weft.core.streams.exchange import ScaleGroups
 
 Int64s = NDArray[np.int64]
 DIRECT, COLLECTED_HERE, COLLECTED_ELSEWHERE = range(3)
-"""Who brings the magnitudes of a matrix together, as one trainer sees it."""
+"""Which trainer collects the magnitudes of a matrix, as one trainer sees it."""
 NO_HUB = -1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Neighbours:
-    """Trainers that talk to each other."""
+    """Trainers that exchange magnitudes."""
 
     pairs: frozenset[tuple[int, int]]
-    """Who connects to whom: those with fewer neighbours to those with more."""
+    """Which trainer connects to which: those with fewer neighbours to those with more."""
     hub: Int64s
-    """Of every trainer tensor: the group of ranks of its hub, or `NO_HUB`."""
+    """For every trainer tensor: the group of ranks of its hub, or `NO_HUB`."""
 
     @classmethod
     def of(cls, plan: Plan, groups: ScaleGroups) -> Neighbours:
-        """As the shards of quantised matrices lie."""
+        """From the shards of the quantised matrices."""
         cut = _CutShards(plan, groups)
         return cls(pairs=frozenset(_directed(_trainer_pairs(cut.touching(), plan.trainer.groups))), hub=cut.hub)
 
@@ -49,7 +49,7 @@ class Neighbours:
         return sorted(client for client, server in self.pairs if server == trainer)
 
     def roles(self, ranks: RankGroups, trainer: int, tensors: Int64s) -> Int64s:
-        """Who brings the magnitudes of these tensors together."""
+        """Which trainer collects the magnitudes of these tensors."""
         hubs = self.hub[tensors]
         number = np.repeat(np.arange(len(ranks.sizes)), ranks.sizes)
         is_mine = np.isin(hubs, number[ranks.members == trainer])
@@ -77,7 +77,7 @@ class _CutShards:
         self.hub[~has_one_block | (self.hub == len(layout.groups.sizes))] = NO_HUB
 
     def touching(self) -> set[tuple[int, int]]:
-        """Pairs of groups of ranks that have to talk."""
+        """Pairs of rank groups that have to exchange magnitudes."""
         found: set[tuple[int, int]] = set()
         for ranks, first, last in self._kinds(self.hub[self._tensor] == NO_HUB):
             meet = np.triu((first[:, None] < last).all(axis=2) & (first < last[:, None]).all(axis=2), k=1)
@@ -88,7 +88,7 @@ class _CutShards:
         return found
 
     def _kinds(self, which: NDArray[np.bool_]) -> Iterator[tuple[Int64s, Int64s, Int64s]]:
-        """Of tensors that are cut alike, once: the groups of ranks that hold their shards, and the blocks of each."""
+        """Once for tensors that are cut alike: the groups of ranks that hold their shards, and the blocks of each."""
         tensor, number = self._tensor[which], self._number[which]
         starts = np.flatnonzero(np.diff(tensor, prepend=-1))
         sizes = np.diff(np.append(starts, len(tensor)))
@@ -99,7 +99,7 @@ class _CutShards:
 
 
 def _trainer_pairs(touching: Iterable[tuple[int, int]], ranks: RankGroups) -> set[tuple[int, int]]:
-    """Trainers that talk: every member of a group with one member of the other."""
+    """Trainers that exchange magnitudes: every member of a group with one member of the other."""
     found: set[tuple[int, int]] = set()
     for pair in touching:
         sides = [ranks.members[ranks.starts[group] : ranks.starts[group + 1]].tolist() for group in pair]

@@ -22,9 +22,9 @@ class Side:
     starts: dict[int, int]
     """The first shard of each member, by rank."""
     rank: Int64s
-    """Of the member that holds each shard."""
+    """Rank of the member that holds each shard."""
     names: tuple[str, ...]
-    """The different names of shards, in the order of their first appearance."""
+    """The distinct names of shards, in order of first appearance."""
     name: Int64s
     """Numbers in `names`."""
 
@@ -42,7 +42,7 @@ class Side:
         )
 
     def rows_by_name(self) -> dict[str, int]:
-        """Names, and aliases that are no name, with a shard that has them: the last one."""
+        """Names, and aliases that are not names, with the last shard that has them."""
         rows = dict(zip(self.held.names, count(), strict=False))
         for row, aliases in self.held.aliases.items():
             for alias in aliases:

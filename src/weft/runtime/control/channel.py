@@ -3,13 +3,13 @@
     consumes      frames from the network                  produces      decoded messages of one msgspec union
     waits for     a message, at most `timeout_s`           unblocked by  the network, or `close` from the same thread
 
-A Server (the controller, or a trainer that tells others magnitudes) talks to many Clients (members). Without keys a
+A Server (the controller, or a trainer that sends magnitudes to others) talks to many Clients (members). Without keys a
 server listens on loopback only. A client greets first; the server admits it by its name and key, or refuses it with a
-reason. Messages of any other peer are counted and dropped. A peer that floods, sends junk or does not read costs the
-server a bounded amount of memory and stops nobody else: no send waits, and high-water marks hold in both directions.
+reason. Messages from any other peer are counted and dropped. A peer that floods, sends junk or does not read costs the
+server a bounded amount of memory and blocks no other peer: no send waits, and both directions have high-water marks.
 
 ZeroMQ's own heartbeats stay off. libzmq 4.3.5 aborts the process when a heartbeat is due on a connection that broke
-while its inbound queue was full. Members beat by themselves; a host that is gone is noticed by TCP.
+while its inbound queue was full. Members send their own heartbeats; TCP notices a host that is gone.
 
     server = Server("tcp://127.0.0.1:7070", messages=Ping | Pong)
     client = Client(server.address, member="trainer 0", messages=Ping | Pong)
@@ -57,17 +57,17 @@ from weft.runtime.control.member_id import MemberId
 
 MAX_MESSAGE_BYTES = 256 << 20
 MAX_BACKLOG_BYTES = 2 * MAX_MESSAGE_BYTES
-"""Of one connection. What does not fit is not taken: the peer does not read."""
+"""Per connection. What does not fit is not accepted: the peer does not read."""
 MAX_MEMBER_BYTES, MAX_SENDER_BYTES = 64, 80
 MAX_FRAMES = 64
 """High-water mark of a connection, in each direction: 4 MiB."""
 MAX_CONNECTIONS_PER_MEMBER = 4
-"""Processes that may talk under one name: a member, and those that would replace it."""
+"""Processes that may connect under one name: a member, and those that would replace it."""
 MAX_STRANGERS = 1024
 """Strangers whose last answer is remembered; more are not answered."""
 MAX_REASON_BYTES = 1024
 MAX_DROPS = 1000
-"""Frames that are dropped before a caller in a hurry gets its turn."""
+"""Frames dropped before a caller that does not wait gets its turn."""
 ANSWER_S = 0.25
 """How often a stranger is answered."""
 FLUSH_S = 0.002
@@ -77,20 +77,20 @@ UNFINISHED_S = 10.0
 HANDSHAKE_MS, DEAD_MS = 5_000, 10_000
 CUT_HANDSHAKES_S = 2.0
 MAX_CUT_HANDSHAKES = 3
-"""A server that hangs up so often while keys are checked does not hold the key it is believed to hold."""
+"""A server that hangs up this often while keys are checked does not hold the expected key."""
 SPIN_S = 0.001 if len(os.sched_getaffinity(0)) >= 8 else 0.0
-"""How long after a message to look for the next without sleeping: they come in bursts, and waking up takes longer."""
+"""How long to poll for the next message without sleeping: they come in bursts, and waking up takes longer."""
 BURST_SPIN_S = 100 * SPIN_S
-"""The same for somebody who knows that a message will come soon."""
+"""The same for a caller that expects a message soon."""
 _ADDRESS = re.compile(r"tcp://(\[[0-9a-fA-F:]+\]|[^:/\s]+):(\d{1,5}|\*)")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Received:
-    """A message and who sent it."""
+    """A message and its sender."""
 
     sender: str
-    """Names the connection: the member, and something random that tells its processes apart."""
+    """Name of the connection: the member, and a random suffix that tells its processes apart."""
     message: Any
     """A message of the union, or `Invalid`."""
     key: str = ""
@@ -99,14 +99,14 @@ class Received:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Invalid:
-    """An admitted peer sent something that is not a message."""
+    """An admitted peer sent an invalid message."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class Reset:
-    """What a client was told, or had sent, may be lost: the server was restarted, or the connection was cut."""
+    """Messages to or from a client may be lost: the server was restarted, or the connection was cut."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -116,13 +116,13 @@ class ChannelStatistics:
     num_received: int = 0
     num_sent: int = 0
     num_malformed: int = 0
-    """Frames of strangers, or that were not part of a message; dropped."""
+    """Dropped frames: from strangers, or not part of a message."""
     num_unreachable: int = 0
-    """Messages to members that are not connected; dropped."""
+    """Dropped messages to members that are not connected."""
 
 
 def member_of(connection: str) -> str:
-    """The member a connection claims to be; what it may claim is checked when it is admitted."""
+    """The member a connection claims to be; the claim is checked when it is admitted."""
     return connection.rpartition(" ")[0]
 
 
@@ -138,28 +138,28 @@ class _Admitted:
     backlog: deque[bytes] = field(default_factory=deque)
     backlog_bytes: int = 0
     moved_at: float = 0.0
-    """When a frame of the backlog was taken, or the backlog began."""
+    """When a frame of the backlog was last sent, or the backlog began."""
 
 
 class Alarm:
-    """Wakes the thread that waits at a socket, from any other thread."""
+    """Wakes a thread that waits on a socket, from any other thread."""
 
     def __init__(self) -> None:
         self.descriptor = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._lock, self._is_open = threading.Lock(), True
 
     def ring(self) -> None:
-        """Make the thread that waits go on."""
-        with self._lock:  # a descriptor that was closed may be somebody else's by now
+        """Wake the waiting thread."""
+        with self._lock:  # a closed descriptor may have been reused by now
             if self._is_open:
                 os.eventfd_write(self.descriptor, 1)
 
     def silence(self) -> None:
-        """The thread has woken up."""
+        """Called by the thread once it has woken up."""
         os.eventfd_read(self.descriptor)
 
     def close(self) -> None:
-        """Ringing does nothing from now on."""
+        """Ringing has no effect from now on."""
         with self._lock:
             self._is_open = False
             os.close(self.descriptor)
@@ -179,7 +179,7 @@ class Server:
         max_message_bytes: int = MAX_MESSAGE_BYTES,
         context: zmq.Context[Any] | None = None,
     ) -> None:
-        """`objection`: why a member of this name is not admitted; None if it is. `context`: the caller's, shared."""
+        """`objection`: why a member of this name is not admitted; None if it is. `context`: the caller's, if shared."""
         _check_bind(address, has_keys=keys is not None)
         self._protocol, self._objection = protocol, objection
         self._allowed = None if keys is None else keys.allowed
@@ -194,7 +194,7 @@ class Server:
         """Connections with a backlog."""
         self._flushed_at, self._checked_keys_at, self._tidied_at = 0.0, 0.0, 0.0
         self._answered: OrderedDict[tuple[str, FrameKind], float] = OrderedDict()
-        """When a stranger got an answer of this kind last, oldest first."""
+        """When a stranger last got an answer of this kind, oldest first."""
         self._alarm = Alarm()
         self._context, self._owns_context = context or zmq.Context(), context is None
         self._authenticator: zmq.auth.thread.ThreadAuthenticator | None = None
@@ -204,14 +204,16 @@ class Server:
                 self._authenticate(keys)
             _bound(self._socket)
             self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-            self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a process that reconnects is the same one
+            self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a process that reconnects keeps its identity
             self._socket.bind(address)
         except zmq.ZMQError as error:
             self.close()
-            raise ConfigError(f"cannot listen on `{address}`: {error.strerror}", hint="is the port in use?") from error
+            raise ConfigError(
+                f"listening on `{address}` failed: {error.strerror}", hint="is the port in use?"
+            ) from error
         self._sources: list[Any] = [(self._socket, zmq.POLLIN), (self._alarm.descriptor, zmq.POLLIN)]
         self.spin_s = SPIN_S
-        """How long after a message to look for the next without sleeping."""
+        """How long to poll for the next message without sleeping."""
         self._spin_until = 0.0
         bound: Any = self._socket.getsockopt(zmq.LAST_ENDPOINT)
         self.address: str = bound.decode().rstrip("\0")
@@ -229,7 +231,7 @@ class Server:
         self._alarm.ring()
 
     def receive(self, timeout_s: float) -> Received | None:
-        """The next message, or None when there is none in time or `wake` was called."""
+        """The next message, or None if there is none in time or `wake` was called."""
         deadline = time.monotonic() + timeout_s
         self._forget_unfinished()
         num_dropped = 0
@@ -245,7 +247,7 @@ class Server:
         return None
 
     def _is_readable(self, deadline: float) -> bool:
-        """Wait for a frame; full connections are tried again meanwhile."""
+        """Wait for a frame; full connections are retried meanwhile."""
         while self._blocked:
             self._flush()
             ready = _ready(self._sources, min(deadline, time.monotonic() + FLUSH_S), self._spin_until)
@@ -256,13 +258,13 @@ class Server:
         return self._has_frame(_ready(self._sources, deadline, self._spin_until))
 
     def _has_frame(self, ready: set[Any]) -> bool:
-        """Whether the network is what ended a wait."""
+        """Whether the network ended the wait."""
         if self._alarm.descriptor in ready:
             self._alarm.silence()
         return self._socket in ready
 
     def _forget_unfinished(self) -> None:
-        """Give back the memory of messages whose rest does not come."""
+        """Free the memory of messages whose rest does not arrive."""
         now = time.monotonic()
         if now - self._tidied_at > UNFINISHED_S / 4:
             self._tidied_at = now
@@ -290,7 +292,7 @@ class Server:
         if self._allowed is None:
             name, *parts = self._socket.recv_multipart()
             key = ""
-        else:  # only a message that is not copied knows its key
+        else:  # only an uncopied message knows its key
             frames: list[Any] = self._socket.recv_multipart(copy=False)
             name, key = frames[0].bytes, frames[-1]["User-Id"]
             parts = [frame.bytes for frame in frames[1:]]
@@ -305,7 +307,7 @@ class Server:
                 raise FragmentError("a frame is not part of a message")
             whole = peer.inbound.take(frame)
             message = self._decoder.decode(whole) if whole is not None else None
-        except GapError:  # the connection was cut in between: the member must know that something was lost
+        except GapError:  # the connection was cut in between: the member must learn that something was lost
             self.forget(sender)
             self._answer(sender, FrameKind.WHO, peer.greeting)
             return None
@@ -339,14 +341,14 @@ class Server:
             named = MemberId.parse(member)
             reason = "its name has no side and rank" if named is None else self._allowed.objection(key, *named) or ""
             if reason:
-                return FrameKind.DENIED, reason, "see `weft keys`; a controller notices changes in its folder of keys"
+                return FrameKind.DENIED, reason, "see `weft keys`; a controller picks up changes in its folder of keys"
         objection = self._objection(member)
         if objection is not None:
-            return FrameKind.REFUSED, objection, "check ranks, and how many members the controller was started for"
+            return FrameKind.REFUSED, objection, "check the rank, and the number of members the controller expects"
         return None
 
     def _admit(self, sender: str, member: str, peer: _Admitted) -> None:
-        """From now on messages of this peer count."""
+        """Accept messages from this peer from now on."""
         mine = self._connections.setdefault(member, deque())
         if len(mine) >= MAX_CONNECTIONS_PER_MEMBER:
             self.forget(mine[0])
@@ -354,7 +356,7 @@ class Server:
         self._peers[sender] = peer
 
     def forget(self, connection: str) -> None:
-        """Do not take messages of a connection any more; its owner may greet again."""
+        """Stop accepting messages of a connection; its owner may greet again."""
         if self._peers.pop(connection, None) is None:
             return
         self._blocked.discard(connection)
@@ -364,7 +366,7 @@ class Server:
             del self._connections[member]
 
     def _answer(self, stranger: str, kind: FrameKind, greeting: int, payload: bytes = b"") -> None:
-        """A small answer to a peer that is not admitted: not too often, and dropped if it does not fit."""
+        """Send a small answer to a peer that is not admitted: rate-limited, and dropped if it does not fit."""
         now, answer = time.monotonic(), (stranger, kind)
         if not self._has_room_for_an_answer(now) or answer in self._answered:
             return
@@ -372,7 +374,7 @@ class Server:
         self._post(stranger, pack_frame(kind, protocol=self._protocol, greeting=greeting, payload=payload))
 
     def _has_room_for_an_answer(self, now: float) -> bool:
-        """Whether one more answer can be remembered; those that are long ago are forgotten."""
+        """Whether one more answer can be remembered; old ones are forgotten."""
         while self._answered and now - next(iter(self._answered.values())) >= ANSWER_S:
             self._answered.popitem(last=False)
         return len(self._answered) < MAX_STRANGERS
@@ -388,7 +390,7 @@ class Server:
         peer.next_number += len(frames)
         for frame in frames:
             posted = None if peer.backlog else self._post(receiver, frame)
-            if posted is False:  # if it ever comes back, it finds out by the missing numbers
+            if posted is False:  # if the peer ever comes back, the gap in the numbers tells it
                 self._statistics.num_unreachable += 1
                 return False
             if posted is None:
@@ -405,7 +407,7 @@ class Server:
         peer.backlog_bytes += len(frame)
 
     def _push(self, connection: str, peer: _Admitted) -> None:
-        """Hand a backlog to ZeroMQ as far as it fits; that of a peer that is gone is dropped."""
+        """Hand as much of a backlog to ZeroMQ as fits; the backlog of a peer that is gone is dropped."""
         while peer.backlog:
             posted = self._post(connection, peer.backlog[0])
             if posted is None:
@@ -419,7 +421,7 @@ class Server:
         self._blocked.discard(connection)
 
     def _post(self, connection: str, frame: bytes) -> bool | None:
-        """Hand one frame to ZeroMQ: True if it was taken, None if it does not fit now, False if the peer is gone."""
+        """Hand one frame to ZeroMQ: True if accepted, None if it does not fit now, False if the peer is gone."""
         try:
             self._socket.send_multipart([connection.encode(), frame], flags=zmq.DONTWAIT)
         except zmq.Again:
@@ -436,7 +438,7 @@ class Server:
                 self._push(connection, self._peers[connection])
 
     def stuck(self, silence_s: float) -> list[str]:
-        """Connections that have not read anything for so long, or that far too much waits for."""
+        """Connections that have not read anything for this long, or whose backlog is far too large."""
         limit = time.monotonic() - silence_s
         peers = [(connection, self._peers[connection]) for connection in self._blocked]
         return [name for name, peer in peers if peer.moved_at < limit or peer.backlog_bytes > MAX_BACKLOG_BYTES]
@@ -452,7 +454,7 @@ class Server:
         return peer.key if peer is not None else ""
 
     def revoked(self) -> dict[str, str]:
-        """Connections whose key does not permit them any more, and why."""
+        """Connections whose key no longer permits them, and why."""
         allowed, now = self._allowed, time.monotonic()
         if allowed is None or now - self._checked_keys_at < REREAD_S:
             return {}
@@ -467,12 +469,12 @@ class Server:
 
     @property
     def is_blocked(self) -> bool:
-        """Whether something waits until a member reads."""
+        """Whether messages are waiting for a member to read."""
         return bool(self._blocked)
 
     @property
     def sources(self) -> Sequence[Any]:
-        """What to wait at, for those who wait for more than this."""
+        """What to poll, for callers that wait for more than this channel."""
         return (self._socket,)
 
     def statistics(self) -> ChannelStatistics:
@@ -480,7 +482,7 @@ class Server:
         return replace(self._statistics)
 
     def close(self, *, linger_s: float = 0.0) -> None:
-        """Stop listening; messages that were not sent so much later are dropped."""
+        """Stop listening; messages still unsent after `linger_s` are dropped."""
         self._alarm.close()
         self._socket.close(linger=ceil(linger_s * 1e3))
         if self._authenticator is not None:
@@ -523,10 +525,10 @@ class Client:
         server: str = "the controller",
         context: zmq.Context[Any] | None = None,
     ) -> None:
-        """`server`: what it is called in errors. `context`: the caller's, shared."""
+        """`server`: its name in errors. `context`: the caller's, if shared."""
         _host_of(address)
         if not 0 < len(member.encode()) <= MAX_MEMBER_BYTES or not member.isascii():
-            raise ConfigError(f"`{member}` cannot name a member", hint=f"1 to {MAX_MEMBER_BYTES} ASCII characters")
+            raise ConfigError(f"invalid member name `{member}`", hint=f"1 to {MAX_MEMBER_BYTES} ASCII characters")
         self.member = member
         self._server = f"{server} at `{address}`"
         self._protocol, self._max_message_bytes = protocol, max_message_bytes
@@ -538,9 +540,9 @@ class Client:
         self._backlog: deque[bytes] = deque()
         self._backlog_bytes = 0
         self._may_be_wrong_key = keys is not None
-        """Whether no handshake has succeeded yet. Without keys, or later, a server that hangs up is just not there."""
+        """Whether no handshake has succeeded yet. Without keys, or later, a server that hangs up is merely absent."""
         self.num_connections = 0
-        """How often it was connected: once more whenever the connection was cut and made again."""
+        """Number of connections so far: one more each time the connection is cut and made again."""
         self._first_cut: float | None = None
         self._num_cut_handshakes = 0
         self._context, self._owns_context = context or zmq.Context(), context is None
@@ -552,7 +554,7 @@ class Client:
             raise ConfigError(f"{member} cannot connect to {self._server}: {error.strerror}") from error
         self._alarm = Alarm()
         self.spin_s = SPIN_S
-        """How long after a message to look for the next without sleeping; may be set from any thread."""
+        """How long to poll for the next message without sleeping; may be set from any thread."""
         self._spin_until = 0.0
         self._sources: list[Any] = [
             (source, zmq.POLLIN) for source in (self._socket, self._monitor, self._alarm.descriptor)
@@ -561,12 +563,12 @@ class Client:
 
     @property
     def is_blocked(self) -> bool:
-        """Whether what is sent now has to wait until the server reads."""
+        """Whether new messages have to wait until the server reads."""
         return bool(self._backlog)
 
     @property
     def sources(self) -> Sequence[Any]:
-        """What to wait at, for those who wait for more than this."""
+        """What to poll, for callers that wait for more than this channel."""
         return self._socket, self._monitor
 
     def wake(self) -> None:
@@ -579,7 +581,7 @@ class Client:
         data = _encoded(self._encoder, message, self._server, self._max_message_bytes)
         if self._backlog_bytes > MAX_BACKLOG_BYTES:
             raise ProtocolError(
-                f"{self.member} cannot send: {self._server} does not take messages",
+                f"{self.member} cannot send: {self._server} does not accept messages",
                 hint="is it running?",
             )
         frames = cut(data, protocol=self._protocol, greeting=self._greeting, first=self._next_number)
@@ -593,7 +595,7 @@ class Client:
                 self._backlog_bytes += len(frame)
 
     def _push(self) -> None:
-        """Hand the backlog to ZeroMQ as far as it fits."""
+        """Hand as much of the backlog to ZeroMQ as fits."""
         while self._backlog and self._post(self._backlog[0]):
             self._backlog_bytes -= len(self._backlog.popleft())
 
@@ -606,7 +608,7 @@ class Client:
         return True
 
     def _greet(self) -> None:
-        """Begin anew, in both directions; what was under way is forgotten."""
+        """Start again in both directions; unfinished messages are forgotten."""
         self._greeting = (self._greeting + 1) % (1 << 32)
         self._next_number, self._inbound = 0, Assembly(self._max_message_bytes)
         self._backlog.clear()
@@ -614,7 +616,7 @@ class Client:
         self._queue([pack_frame(FrameKind.HELLO, protocol=self._protocol, greeting=self._greeting)])
 
     def receive(self, timeout_s: float) -> Any | None:
-        """The next message, or None when there is none in time or `wake` was called.
+        """The next message, or None if there is none in time or `wake` was called.
 
         `Reset` when messages may have been lost. Raises AuthError or ProtocolError if the server refuses this client.
         """
@@ -635,7 +637,7 @@ class Client:
                 return None
 
     def _wait(self, deadline: float) -> set[Any]:
-        """Wait for something to happen; sends what waits, as soon as the server reads."""
+        """Wait for an event; sends the backlog as soon as the server reads."""
         self._push()
         sources = self._sources
         if self._backlog:
@@ -643,7 +645,7 @@ class Client:
         return _ready(sources, deadline, self._spin_until)
 
     def _has_arrived(self, ready: set[Any]) -> bool:
-        """Whether a frame is there, and not only room for one."""
+        """Whether a frame has arrived, rather than only room for one."""
         return self._socket in ready and (not self._backlog or self._socket.poll(0, zmq.POLLIN) != 0)
 
     def _take(self, parts: list[bytes]) -> Any | None:
@@ -652,7 +654,7 @@ class Client:
         if frame is None:
             raise ProtocolError(f"{self._server} sent an invalid frame", hint="does it run another version of weft?")
         if frame.greeting != self._greeting:
-            return None  # an answer to what is over
+            return None  # an answer to an earlier greeting
         match frame.kind:
             case FrameKind.WHO:
                 self._greet()
@@ -679,7 +681,7 @@ class Client:
         raise kind(f"{self._server} refused {self.member}: {reason}", hint=hint or None)
 
     def _see(self, event: Any) -> None:
-        """How a handshake ended. A server that never answers, or is started anew, is no reason to give up."""
+        """How a handshake ended. A server that never answers, or is restarted, is no reason to give up."""
         match event["event"]:
             case zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 self._may_be_wrong_key = False
@@ -687,24 +689,24 @@ class Client:
             case zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:
                 raise AuthError(
                     f"{self._server} refused {self.member}",
-                    hint="both sides must use keys, and the other one must admit this public key (see `weft keys`)",
+                    hint="both sides must use keys, and the server must admit this public key (see `weft keys`)",
                 )
             case _ if self._may_be_wrong_key and event["value"] in (errno.EPIPE, errno.ECONNRESET):
                 self._count_cut_handshake()
 
     def _count_cut_handshake(self) -> None:
-        """A proxy without its server hangs up as well, so this has to go on for a while."""
+        """A proxy without its server hangs up as well, so this must persist for a while."""
         now = time.monotonic()
         self._first_cut = self._first_cut or now
         self._num_cut_handshakes += 1
         if self._num_cut_handshakes >= MAX_CUT_HANDSHAKES and now - self._first_cut >= CUT_HANDSHAKES_S:
             raise AuthError(
                 f"{self._server} ends every handshake with {self.member}",
-                hint="is this its public key? It hangs up on a wrong one. Both sides must use keys, or neither",
+                hint="is this its public key? it hangs up on a wrong one; both sides must use keys, or neither",
             )
 
     def drain(self, timeout_s: float) -> None:
-        """Send what waits, as far as the server reads it in time; what was taken gets a moment to leave."""
+        """Send as much of the backlog as the server reads in time; the last frames get a moment to leave."""
         deadline = time.monotonic() + timeout_s
         while self._backlog and time.monotonic() < deadline:
             self._socket.poll(_left_ms(deadline), zmq.POLLOUT)
@@ -712,7 +714,7 @@ class Client:
         time.sleep(max(deadline - time.monotonic(), 0.0))
 
     def close(self, *, linger_s: float = 0.0) -> None:
-        """Disconnect; messages that were not sent so much later are dropped."""
+        """Disconnect; messages still unsent after `linger_s` are dropped."""
         self._alarm.close()
         self._socket.disable_monitor()
         self._monitor.close(linger=0)
@@ -728,7 +730,7 @@ class Client:
 
 
 def _connected(context: zmq.Context[Any], address: str, member: str, keys: ClientKeys | None) -> tuple[Any, Any]:
-    """A client's socket, and one that tells how its handshakes end; neither is left behind when that fails."""
+    """A client's socket, and a monitor that tells how its handshakes end; neither leaks if this fails."""
     made = context.socket(zmq.DEALER)
     monitor = None
     try:
@@ -755,7 +757,7 @@ def _connected(context: zmq.Context[Any], address: str, member: str, keys: Clien
 
 
 def wait_any(channels: Sequence[Server | Client], alarm: Alarm, timeout_s: float) -> None:
-    """Wait until one of these may have something to receive, or the alarm is rung."""
+    """Wait until one of these may have something to receive, or the alarm rings."""
     if any(channel.is_blocked for channel in channels):
         timeout_s = min(timeout_s, FLUSH_S)
     sources = [(source, zmq.POLLIN) for channel in channels for source in channel.sources]
@@ -765,7 +767,7 @@ def wait_any(channels: Sequence[Server | Client], alarm: Alarm, timeout_s: float
 
 
 def _encoded(encoder: msgspec.msgpack.Encoder, message: Any, receiver: str, max_bytes: int) -> bytes:
-    """A message for the wire; raises if it cannot be sent."""
+    """A message encoded for the wire; raises if it cannot be sent."""
     name = type(message).__name__
     try:
         data = encoder.encode(message)
@@ -777,7 +779,7 @@ def _encoded(encoder: msgspec.msgpack.Encoder, message: Any, receiver: str, max_
 
 
 def own_address(server: str) -> str:
-    """The address of this host on the way to a server; nothing is sent."""
+    """This host's address on the route to a server; nothing is sent."""
     host = _host_of(server)
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
@@ -789,7 +791,7 @@ def own_address(server: str) -> str:
 
 
 def _ready(sources: list[Any], deadline: float, spin_until: float) -> set[Any]:
-    """Which sources can be read, as soon as one can; none when the deadline has passed."""
+    """The sources that can be read, as soon as one can; none once the deadline has passed."""
     ready = zmq.zmq_poll(sources, 0)
     while not ready and time.monotonic() < min(spin_until, deadline):
         ready = zmq.zmq_poll(sources, 0)
@@ -802,7 +804,7 @@ def _left_ms(deadline: float) -> int:
 
 
 def _bound(socket: zmq.Socket[bytes]) -> None:
-    """Limits that hold on both ends: frame size, frames that wait, and how long a host may be out of reach."""
+    """Limits on both ends: frame size, queued frames, and how long a host may be unreachable."""
     socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
     socket.setsockopt(zmq.SNDHWM, MAX_FRAMES)
     socket.setsockopt(zmq.RCVHWM, MAX_FRAMES)
@@ -824,16 +826,16 @@ def is_address(address: str) -> bool:
 def _check_bind(address: str, *, has_keys: bool) -> None:
     if not _is_loopback(_host_of(address)) and not has_keys:
         raise AuthError(
-            f"refusing to listen on `{address}` without keys: anyone who reaches it could join",
-            hint="make keys with `weft keys` and name their folder, or listen on tcp://127.0.0.1",
+            f"listening on `{address}` without keys is refused: any process that reaches it could join",
+            hint="make keys with `weft keys` and pass their folder, or listen on tcp://127.0.0.1",
         )
 
 
 def _host_of(address: str) -> str:
-    """The host of a tcp:// address; raises if it is none."""
+    """The host of a tcp:// address; raises if it is not one."""
     match = _ADDRESS.fullmatch(address)
     if match is None or (match[2] != "*" and not 0 < int(match[2]) < 65_536):
-        raise ConfigError(f"`{address}` is not an address", hint="for example tcp://127.0.0.1:7070")
+        raise ConfigError(f"invalid address `{address}`", hint="for example tcp://127.0.0.1:7070")
     return match[1].strip("[]")
 
 

@@ -1,4 +1,4 @@
-"""Columns of whole numbers as bytes: differences, compressed. Tables of plans repeat themselves and become small."""
+"""Columns of integers as bytes: differences, compressed. Tables of plans are repetitive and become small."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def squeeze(columns: Mapping[str, NDArray[np.integer]]) -> bytes:
 
 
 def expand(data: bytes, names: Sequence[str], *, max_numbers: int = MAX_NUMBERS) -> dict[str, Int64s]:
-    """The columns again; raises ProtocolError for anything else, or more than `max_numbers` in all columns."""
+    """The original columns; raises ProtocolError for anything else, or more than `max_numbers` in all columns."""
     try:
         table = _decoder.decode(data)
         total = sum(_count(shape) for shape in table.shapes.values())
@@ -43,7 +43,7 @@ def expand(data: bytes, names: Sequence[str], *, max_numbers: int = MAX_NUMBERS)
         if len(raw) != 8 * total or not unpacker.eof:
             raise ValueError(f"{len(raw)} bytes for {total} numbers")
     except (msgspec.DecodeError, ValueError, zlib.error) as error:
-        raise ProtocolError(f"a table is damaged: {error}") from error
+        raise ProtocolError(f"table is damaged: {error}") from error
     found, at = {}, 0
     numbers = np.frombuffer(raw, dtype="<i8")
     for name, shape in table.shapes.items():

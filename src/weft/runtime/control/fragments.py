@@ -3,8 +3,8 @@
     offset   0        4      5          7          11       15     23
              "weft"   kind   protocol   greeting   number   left   payload, at most 64 KiB
 
-Every frame is one ZeroMQ message. Any two versions of weft can read the header and every kind but DATA, so that a
-version that does not fit is refused by name. All integers are little-endian.
+Every frame is one ZeroMQ message. Any two versions of weft can read the header and every kind but DATA, so that an
+incompatible version is refused by name. All integers are little-endian.
 
     HELLO      a client greets the server, before its first message; `greeting` tells its greetings apart
     WHO        the server does not know this connection, or a frame was lost: greet again
@@ -47,7 +47,7 @@ _KINDS = {int(kind): kind for kind in FrameKind}
 
 
 class Frame(NamedTuple):
-    """A frame, as parsed."""
+    """A parsed frame."""
 
     kind: FrameKind
     protocol: int
@@ -66,12 +66,12 @@ class FragmentError(Exception):
 
 
 def pack_frame(kind: FrameKind, *, protocol: int, greeting: int, payload: bytes = b"") -> bytes:
-    """A frame that is not part of a message, as sent."""
+    """The bytes of a frame that is not part of a message."""
     return HEADER.pack(MAGIC, kind, protocol, greeting, 0, 0) + payload
 
 
 def parse(data: bytes) -> Frame | None:
-    """A frame from the network; None if it is none."""
+    """A frame from the network; None if it is not a frame."""
     if not HEADER.size <= len(data) <= HEADER.size + FRAGMENT_BYTES:
         return None
     magic, kind, protocol, greeting, number, left = HEADER.unpack_from(data)
@@ -95,7 +95,7 @@ def cut(message: bytes, *, protocol: int, greeting: int, first: int) -> list[byt
 
 
 class Assembly:
-    """Puts the fragments of one direction of one connection together again."""
+    """Reassembles the fragments of one direction of one connection."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
@@ -109,16 +109,16 @@ class Assembly:
         return bool(self._parts)
 
     def take(self, frame: Frame) -> bytes | None:
-        """The message that this fragment completes, if it does."""
+        """The message this fragment completes, if any."""
         if frame.number != self._next:
-            raise GapError(f"fragment {frame.number} came instead of {self._next}")
+            raise GapError(f"fragment {frame.number} arrived, expected {self._next}")
         size = len(frame.payload) + frame.left
         if self._parts and size != self._left:
-            raise FragmentError(f"{size} bytes are left of a message, not {self._left}")
+            raise FragmentError(f"{size} bytes of a message are left, expected {self._left}")
         if frame.left and not frame.payload:
-            raise FragmentError("a fragment is empty")
+            raise FragmentError("fragment is empty")
         if not self._parts and size > self._max_bytes:
-            raise FragmentError(f"a message of {size} bytes exceeds the limit of {self._max_bytes}")
+            raise FragmentError(f"message of {size} bytes exceeds the limit of {self._max_bytes}")
         self._next = (self._next + 1) % _WRAP
         if not frame.left and not self._parts:
             return frame.payload

@@ -1,4 +1,4 @@
-"""The shards a member holds, as they travel and as columns: a hundred thousand of them cost a message of little size.
+"""The shards a member holds, on the wire and as columns: a hundred thousand of them fit into a small message.
 
 held = HeldTable.of([HeldShard(name="w", dtype="bf16", shape=(8, 4), …)])
 message = Join(held=held.packed(), …)
@@ -24,11 +24,11 @@ from weft.runtime.control.columns import expand, squeeze
 
 Int64s = NDArray[np.int64]
 MAX_NAME_BYTES = 1 << 28
-"""Most bytes of all names of a member together."""
+"""Maximum bytes of all names of a member together."""
 MAX_COLUMN_NUMBERS = 1 << 25
-"""Most numbers in all columns of a member: 200 bytes for each of a million shards."""
+"""Maximum numbers in all columns of a member: 200 bytes for each of a million shards."""
 _COORDINATES = {"shape": 1, "lo": 0, "extent": 1, "strides": 1}
-"""Columns of coordinates, and what they have in dimensions that a shard does not."""
+"""Columns of coordinates, and their values in dimensions that a shard does not have."""
 _END = "\0"
 """Ends a name."""
 
@@ -48,7 +48,7 @@ class HeldShard:
 
 
 class HeldColumns(msgspec.Struct, frozen=True, dict=True, forbid_unknown_fields=True, kw_only=True):
-    """All shards of a member, as they travel."""
+    """All shards of a member, on the wire."""
 
     names: bytes
     """Compressed; first those of the shards, then aliases."""
@@ -58,12 +58,12 @@ class HeldColumns(msgspec.Struct, frozen=True, dict=True, forbid_unknown_fields=
 
     @cached_property
     def table(self) -> HeldTable:
-        """The columns; raises ProtocolError for what is damaged."""
+        """The columns; raises ProtocolError if they are damaged."""
         columns = expand(self.columns, _COLUMN_NAMES, max_numbers=MAX_COLUMN_NUMBERS)
         alias_of = columns.pop("alias_of")
         problem = _misfit(columns, alias_of, len(self.dtypes))
         if problem:
-            raise ProtocolError(f"the shards of a member are damaged: {problem}")
+            raise ProtocolError(f"shard table of a member is damaged: {problem}")
         count = len(columns["dtype"])
         names = _split_names(self.names, count + len(alias_of))
         aliases: dict[int, tuple[str, ...]] = {}
@@ -74,13 +74,13 @@ class HeldColumns(msgspec.Struct, frozen=True, dict=True, forbid_unknown_fields=
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class HeldTable:
-    """The shards of a member, as columns; coordinates are (n, D), with ones, or zeros for `lo`, behind the last dim."""
+    """The shards of a member, as columns; coordinates are (n, D), with ones, or zeros for `lo`, after the last dim."""
 
     names: Sequence[str]
     aliases: dict[int, tuple[str, ...]]
     """Other names of a shard's memory, by its number, where it has any."""
     dtypes: tuple[str, ...]
-    """The different dtypes."""
+    """The distinct dtypes."""
     dtype: Int64s
     """Numbers in `dtypes`."""
     num_dims: Int64s
@@ -121,11 +121,11 @@ class HeldTable:
         return (self[number] for number in range(len(self)))
 
     def packed(self) -> HeldColumns:
-        """As they travel."""
+        """Encoded for the wire."""
         others = [alias for aliases in self.aliases.values() for alias in aliases]
         wrong = [name for name in chain(self.names, others) if _END in name]
         if wrong:
-            raise LayoutError("names of tensors have null characters", problems=tuple(map(repr, wrong)))
+            raise LayoutError("tensor names contain null characters", problems=tuple(map(repr, wrong)))
         alias_of = [number for number, aliases in self.aliases.items() for _ in aliases]
         columns = {name: getattr(self, name) for name in _COLUMN_NAMES if name != "alias_of"}
         text = _END.join(chain(self.names, others, ("",))) if len(self) else ""
@@ -147,12 +147,12 @@ class HeldTable:
 
     @property
     def is_filled(self) -> NDArray[np.bool_]:
-        """Whether each shard has any element."""
+        """Whether each shard has any elements."""
         return np.asarray((self.extent > 0).all(axis=1))
 
     @property
     def is_contiguous(self) -> NDArray[np.bool_]:
-        """Whether the elements of each shard follow each other in memory, row after row."""
+        """Whether the elements of each shard are contiguous in memory, row after row."""
         num_elements = volume(self.extent)
         return (num_elements == 0) | (contiguous_run(self.extent, self.strides) == num_elements)
 
@@ -194,11 +194,11 @@ def _check_dims(shards: Sequence[HeldShard]) -> None:
             found = ", ".join(f"{name} has {size}" for name, size in sizes.items())
             problems.append(f"{shard.name}: {found} dimensions")
     if problems:
-        raise LayoutError("the shards are not usable", problems=tuple(problems))
+        raise LayoutError("the shards are invalid", problems=tuple(problems))
 
 
 def _misfit(columns: dict[str, Int64s], alias_of: Int64s, num_dtypes: int) -> str:
-    """Why columns do not fit together; empty if they do."""
+    """Why columns are inconsistent; empty if they are consistent."""
     count = len(columns["dtype"])
     width = columns["shape"].shape[-1] if columns["shape"].ndim == 2 else 0
     shapes = {"dtype": (count,), "num_dims": (count,)} | dict.fromkeys(_COORDINATES, (count, width))
@@ -214,15 +214,15 @@ def _misfit(columns: dict[str, Int64s], alias_of: Int64s, num_dtypes: int) -> st
 
 
 def _split_names(data: bytes, count: int) -> list[str]:
-    """Names again; raises ProtocolError unless there are so many."""
+    """The original names; raises ProtocolError unless there are exactly `count`."""
     try:
         unpacker = zlib.decompressobj()
         raw = unpacker.decompress(data, MAX_NAME_BYTES + 1)
         if len(raw) > MAX_NAME_BYTES or not unpacker.eof:
-            raise ValueError(f"more than {MAX_NAME_BYTES} bytes, or not whole")
+            raise ValueError(f"more than {MAX_NAME_BYTES} bytes, or incomplete")
         names = raw.decode().split(_END)
         if len(names) != count + 1 or names.pop():
-            raise ValueError(f"{len(names)} names of {count} shards and aliases")
+            raise ValueError(f"{len(names)} names for {count} shards and aliases")
     except (ValueError, zlib.error) as error:
-        raise ProtocolError(f"the names of a member's shards are damaged: {error}") from error
+        raise ProtocolError(f"names of a member's shards are damaged: {error}") from error
     return names

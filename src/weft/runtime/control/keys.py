@@ -5,7 +5,7 @@ side the key is for, and optionally which ranks:
 
     public = "…"
     side = "engine"          # trainer, engine or controller
-    ranks = "0-7,9"          # optional: all ranks of the side without it
+    ranks = "0-7,9"          # optional; default: all ranks of the side
 
 The controller admits the public keys in its folder (a `KeyRing`), each for its side and ranks; members need the
 controller's `.pub` and their own `.key`. The folder is read again while the controller runs: a `.pub` file that is
@@ -32,7 +32,7 @@ from weft.errors import AuthError, ConfigError, WeftError
 log = logging.getLogger(__name__)
 SIDES = ("controller", "trainer", "engine")
 REREAD_S = 0.5
-"""How old the knowledge of a folder may be."""
+"""How long a folder's contents may be cached."""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _SIDE_OF_NAME = re.compile(rf"({'|'.join(SIDES)})(?:[0-9._-].*)?")
 _RANKS = re.compile(r"\d{1,9}(?:-\d{1,9})?(?:,\d{1,9}(?:-\d{1,9})?)*")
@@ -53,11 +53,11 @@ class Grant:
 
     public: str
     side: str
-    """Empty for keys made before keys had sides: they permit nothing."""
+    """Empty for keys from before keys had sides: they permit nothing."""
     ranks: tuple[range, ...] = ()
     """Empty: all ranks of the side."""
     source: str = "the key"
-    """Names the file, in errors."""
+    """The file, as named in errors."""
 
     def objection(self, side: str, rank: int) -> str | None:
         """Why the key may not be used to join as this rank; None if it may."""
@@ -80,11 +80,11 @@ def new_keys() -> Keys:
 def make_keys(folder: Path, names: Sequence[str], *, side: str | None = None, ranks: str = "") -> list[Path]:
     """Write a key pair for each name; refuses to replace one that exists. Returns the `.key` files.
 
-    `side`: taken from the name where it is not given: `trainer`, `engine3`, `engine-east`.
+    `side`: by default taken from the name: `trainer`, `engine3`, `engine-east`.
     """
     for name in names:
         if not _NAME.fullmatch(name):
-            raise ConfigError(f"`{name}` cannot name a key", hint="use letters, digits, dots, dashes, underscores")
+            raise ConfigError(f"invalid key name `{name}`", hint="use letters, digits, dots, dashes, underscores")
     sides = {name: side or _side_of(name) for name in names}
     if unknown := set(sides.values()) - set(SIDES):
         raise ConfigError(f"unknown side `{unknown.pop()}`", hint=f"one of {', '.join(SIDES)}")
@@ -92,7 +92,7 @@ def make_keys(folder: Path, names: Sequence[str], *, side: str | None = None, ra
     for name in names:
         for path in (folder / f"{name}.key", folder / f"{name}.pub"):
             if path.exists():
-                raise ConfigError(f"`{path}` exists already", hint="remove it, or choose another name or folder")
+                raise ConfigError(f"`{path}` already exists", hint="remove it, or choose another name or folder")
     made = []
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -103,7 +103,7 @@ def make_keys(folder: Path, names: Sequence[str], *, side: str | None = None, ra
             _write(folder / f"{name}.key", f'public = "{keys.public}"\nsecret = "{keys.secret}"\n{permits}', 0o600)
             made.append(folder / f"{name}.key")
     except OSError as error:
-        raise ConfigError(f"cannot write keys to `{folder}`: {error.strerror}") from error
+        raise ConfigError(f"keys cannot be written to `{folder}`: {error.strerror}") from error
     return made
 
 
@@ -131,18 +131,18 @@ def _parse_ranks(text: object, where: str) -> tuple[range, ...]:
 
 
 def _write(path: Path, text: str, mode: int) -> None:
-    """A new file that nobody else could read before its mode was set."""
+    """Write a new file that no other user can read before its mode is set."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
     with os.fdopen(descriptor, "w") as file:
         file.write(text)
 
 
 def load_keys(path: Path) -> Keys:
-    """A key pair; refuses one that others can read."""
+    """A key pair; refuses a file that others can read."""
     try:
         mode = path.stat().st_mode
     except OSError as error:
-        raise AuthError(f"cannot read `{path}`: {error.strerror}", hint="make keys with `weft keys`") from error
+        raise AuthError(f"`{path}` cannot be read: {error.strerror}", hint="make keys with `weft keys`") from error
     if mode & 0o077:
         raise AuthError(f"`{path}` can be read by others", hint=f"chmod 600 {path}")
     return Keys(public=_half(path, "public"), secret=_half(path, "secret"))
@@ -169,9 +169,9 @@ def is_key(text: str) -> bool:
 
 
 class KeyRing:
-    """The public keys a controller admits, and what each of them permits. May be asked from any thread; never raises.
+    """The public keys a controller admits, and what each of them permits. Usable from any thread; never raises.
 
-    Reads its folder again when files in it have changed. A file that cannot be read counts as absent and is logged.
+    Rereads its folder when files in it have changed. A file that cannot be read counts as absent and is logged.
     """
 
     def __init__(self, folder: Path | None = None, *, grants: Iterable[Grant] = ()) -> None:
@@ -188,7 +188,7 @@ class KeyRing:
             raise AuthError(f"no usable `.pub` file in `{folder}`", hint="make keys with `weft keys`")
 
     def knows(self, public: str) -> bool:
-        """Whether a key is there at all, at this moment."""
+        """Whether a key is present at this moment."""
         self._look(max_age_s=0.0)
         return public in self._grants
 
@@ -209,7 +209,7 @@ class KeyRing:
                 self._read(self._folder, seen)
 
     def _read(self, folder: Path, seen: Files) -> None:
-        """With the lock held: read all files; again next time, if one cannot be read now."""
+        """With the lock held: read all files; read them again next time if one cannot be read now."""
         grants: dict[str, Grant] = {}
         complaints = []
         for name, *_ in seen:
@@ -223,7 +223,7 @@ class KeyRing:
             grants.setdefault(grant.public, grant)
         for complaint in complaints:
             if complaint not in self._complaints:
-                log.warning("a key is ignored: %s", complaint)
+                log.warning("ignoring a key: %s", complaint)
         self._complaints = complaints
         self._seen = None if complaints else seen
         self._grants = self._fixed | grants
@@ -246,7 +246,7 @@ class ClientKeys:
 
 
 Files = tuple[tuple[str, int, int, int], ...]
-"""`.pub` files, and what changes when one of them does."""
+"""`.pub` files, and a stamp that changes when a file does."""
 
 
 def _files(folder: Path) -> Files | None:
@@ -262,7 +262,7 @@ def _files(folder: Path) -> Files | None:
     except FileNotFoundError:
         return ()
     except OSError as error:
-        log.warning("cannot read the keys in `%s`: %s", folder, error.strerror)
+        log.warning("keys in `%s` cannot be read: %s", folder, error.strerror)
         return None
     return tuple(sorted(found))
 

@@ -1,14 +1,14 @@
 """What senders and receivers share: a thread that owns the control channel, joins, and hands messages on.
 
-consumes      messages from the controller, messages of the member's own threads
+consumes      messages from the controller, messages from the member's own threads
 produces      calls of the member's `Duties`, on this thread
 waits for     the network, until the next beat at most        unblocked by   the network, `post`, `close`
 
-The member beats whatever this thread does: while it opens memory, compiles a plan or takes in what has landed, which
-may take minutes, it leaves the channel to a second thread that does nothing but beat.
+The member sends heartbeats whatever this thread does: while it opens memory, compiles a plan or takes in what has
+landed, which may take minutes, it leaves the channel to a second thread that only sends heartbeats.
 
-A controller that falls silent is reported once. When it is back it does not know the member any more and says so; the
-member then joins again, with what it knows of versions, so that the controller can rebuild its state.
+A controller that falls silent is reported once. When it is back it no longer knows the member and says so; the member
+then joins again, with what it knows of versions, so that the controller can rebuild its state.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from weft.runtime.control.messages import PROTOCOL, Alive, Beat, Join, Leave, Re
 CLOSE_S = 10.0
 GOODBYE_S = 0.05
 LONG_S = 1.0
-"""Work that takes longer than this is named where somebody waits."""
+"""Work that takes longer than this is named in the errors of waiting callers."""
 _WORK = {"Open": "opening memory", "SendPlan": "compiling its part of the plan"}
 _WORK["ReceivePlan"] = _WORK["SendPlan"]
-"""What a member does for messages that take long."""
+"""What a member does for messages that take long to handle."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,21 +41,21 @@ class Duties:
     """What a member does when something happens; called on the control thread."""
 
     join_message: Callable[[], Join | None]
-    """How to join now; None while the member cannot."""
+    """How to join now; None while the member cannot join."""
     handle: Callable[[Any], None]
     """A message from the controller."""
     controller_lost: Callable[[WeftError], None]
     """The controller is silent; it may come back."""
     refused: Callable[[WeftError], None]
-    """The members there were did not fit together; this one waits for others."""
+    """The members did not match; this one waits for others."""
     failed: Callable[[WeftError], None]
-    """The member cannot go on."""
+    """The member cannot continue."""
     stalled: Callable[[WeftError], None] = lambda _: None
-    """The controller gave this member up because its engine's thread did not come; nothing is written to it."""
+    """The controller gave up on this member because its engine's thread did not respond; nothing is written to it."""
     joined: Callable[[], None] = lambda: None
     """The controller has answered."""
     idle: Callable[[], float | None] = lambda: None
-    """Called between messages; returns in how many seconds to call again, None for whenever."""
+    """Called between messages; returns the seconds until the next call, None for any time."""
 
 
 class ControlThread:
@@ -65,24 +65,24 @@ class ControlThread:
         self._client = Client(address, member=member, messages=ToMember, protocol=PROTOCOL, keys=keys)
         self._address, self._duties = address, duties
         self.settings = TransferSettings()
-        """The controller's, once it has answered."""
+        """The controller's settings, once it has answered."""
         self.ranks_per_engine, self.num_trainers = 1, 1
         self.incarnation = 0
-        """What controllers call this process among those of its rank; 0 before one has answered."""
+        """The controllers' number for this process among those of its rank; 0 before one has answered."""
         self._made = time.monotonic()
         self._must_join = True
         self._is_joined = False
-        """Whether the controller has answered; what is posted before waits."""
+        """Whether the controller has answered; messages posted before wait."""
         self._was_answered = False
         """Whether any controller has answered at this address, ever."""
         self._last_heard = time.monotonic()
         self._is_lost = False
         self._status = ""
-        """What the controller does, or waits for, before versions can be written."""
+        """What the controller is doing, or waiting for, before versions can be written."""
         self._work, self._work_began = "", 0.0
         """What this thread is doing while it does not listen."""
         self._channel = threading.Lock()
-        """Held by the thread that uses the client: this one, but while it is at work."""
+        """Held by the thread that uses the client: this one, except while it is at work."""
         self._outgoing: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"weft-{member}", daemon=True)
@@ -95,7 +95,7 @@ class ControlThread:
 
     @property
     def age_s(self) -> float:
-        """How long ago the member was made."""
+        """How long ago the member was created."""
         return time.monotonic() - self._made
 
     def post(self, message: Any) -> None:
@@ -105,11 +105,11 @@ class ControlThread:
             self._client.wake()
 
     def listen_closely(self, *, for_now: bool) -> None:
-        """Whether a message is expected any moment, and nobody else needs the processor."""
+        """Whether a message is expected any moment and nothing else needs the processor."""
         self._client.spin_s = BURST_SPIN_S if for_now else SPIN_S
 
     def obstacle(self) -> str | None:
-        """What no version can be transferred without, as far as is known; for errors of those who wait."""
+        """What currently prevents transfers, as far as is known; for the errors of waiting callers."""
         if not self._was_answered:
             return f"no controller answers at `{self._address}`"
         if not self._is_joined:
@@ -143,18 +143,18 @@ class ControlThread:
             self._duties.failed(error)
             self._say_why(error)
         except Exception as error:  # the member's owner and the controller must hear of it, not only this thread
-            failure = ProtocolError(f"{self._client.member} cannot go on: {type(error).__name__}: {error}")
+            failure = ProtocolError(f"{self._client.member} cannot continue: {type(error).__name__}: {error}")
             failure.__cause__ = error
             self._duties.failed(failure)
             self._say_why(failure)
-            if not isinstance(error, OSError | MemoryError):  # a defect of ours, not of the machine
+            if not isinstance(error, OSError | MemoryError):  # a bug in weft, not a fault of the machine
                 raise
         finally:
             self._stop.set()
             self._client.close()
 
     def _say_why(self, error: WeftError) -> None:
-        """Tell the controller, if it still listens, so that nobody waits for this member."""
+        """Tell the controller, if it still listens, so that no member waits for this one."""
         if self._is_joined:
             with contextlib.suppress(WeftError, MemoryError):
                 self._client.send(Leave(reason=str(error)))
@@ -202,7 +202,7 @@ class ControlThread:
             what, hint = f"no controller answers at `{self._address}`", "is it running, and is the address right?"
             if self._was_answered:
                 what = f"the controller at `{self._address}` has not answered for {silent_s:.1f} s"
-                hint = "members join again by themselves when it is back"
+                hint = "members rejoin automatically when it is back"
             self._duties.controller_lost(PeerLost(what, hint=hint))
 
     def _take(self, message: Any) -> None:
@@ -220,11 +220,11 @@ class ControlThread:
                 stalled = message.stalled if isinstance(message, Unknown) else ""
                 if stalled:
                     self._forget_all()
-                    self._duties.stalled(PeerLost(f"the controller gave {self._client.member} up: it {stalled}"))
+                    self._duties.stalled(PeerLost(f"the controller gave up on {self._client.member}: it {stalled}"))
                 elif self._is_joined:
                     self._forget_all()
-                    what = f"the controller at `{self._address}` was restarted, or had given {self._client.member} up"
-                    self._duties.controller_lost(PeerLost(what, hint="members join again by themselves"))
+                    what = f"the controller at `{self._address}` was restarted, or gave up on {self._client.member}"
+                    self._duties.controller_lost(PeerLost(what, hint="members rejoin automatically"))
                 self._must_join, self._is_joined = True, False
             case Refused(reason=reason, hint=hint, may_return=may_return):
                 error = ProtocolError(f"the controller refused {self._client.member}: {reason}", hint=hint or None)
@@ -240,7 +240,7 @@ class ControlThread:
 
     @contextlib.contextmanager
     def _at_work(self, what: str) -> Iterator[None]:
-        """Leave the channel to the thread that beats."""
+        """Leave the channel to the heartbeat thread."""
         self._work, self._work_began = what, time.monotonic()
         self._channel.release()
         try:
@@ -252,7 +252,7 @@ class ControlThread:
                 self._last_heard = now  # this thread did not listen: the controller may well have answered
 
     def _keep_beating(self) -> None:
-        """On a thread of its own: beat while the other one is at work."""
+        """On a thread of its own: send heartbeats while the other one is at work."""
         while not self._stop.wait(self.settings.beat_s):
             if not self._channel.acquire(blocking=False):
                 continue
@@ -263,7 +263,7 @@ class ControlThread:
                 self._channel.release()
 
     def _forget_all(self) -> None:
-        """What was meant for a controller that is gone."""
+        """Drop what was meant for a controller that is gone."""
         while not self._outgoing.empty():
             self._outgoing.get_nowait()
 

@@ -1,4 +1,4 @@
-"""Who a member is: its side and its rank. `engine 3` in messages to people, and at the head of a connection's name.
+"""A member's identity: its side and its rank. `engine 3` in messages to users, and at the head of a connection's name.
 
 member = MemberId.engine(3)
 str(member)                        # "engine 3"
@@ -14,7 +14,7 @@ _TEXT = re.compile(r"([a-z]+) (\d{1,9})")
 
 
 class MemberId(NamedTuple):
-    """A side and a rank: what a process is called, whichever process has that place now."""
+    """A side and a rank: the name of a place, whichever process has it now."""
 
     side: str
     rank: int

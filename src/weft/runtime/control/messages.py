@@ -27,7 +27,7 @@ from weft.transport.registry import Place
 
 PROTOCOL = 8
 STEPS_AHEAD = 2
-"""How many steps an engine rank may go on while the ranks of its engine agree on a boundary."""
+"""How many steps an engine rank may advance while the ranks of its engine agree on a boundary."""
 
 
 class _Message(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True, kw_only=True):
@@ -42,7 +42,7 @@ class Writer(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     process: ProcessIdentity
     place: Place
     transport: str
-    """What it writes through."""
+    """The transport it writes through."""
 
 
 class Offered(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -53,7 +53,7 @@ class Offered(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 
 
 class Join(_Message, frozen=True):
-    """A member is there, with these weights; also what it knows of versions, for a controller that was restarted."""
+    """A member joins with these weights; also what it knows of versions, for a controller that was restarted."""
 
     side: Literal["trainer", "engine"]
     rank: int
@@ -61,9 +61,9 @@ class Join(_Message, frozen=True):
     place: Place
     process: ProcessIdentity
     age_s: float
-    """How long ago the member was made, by its own clock."""
+    """How long ago the member was created, by its own clock."""
     incarnation: int = 0
-    """As a controller called it before; 0: none has."""
+    """The number a controller gave it before; 0: none has."""
     last: int | None = None
     """Trainers: the highest version they were told to write. Engines: the version they serve."""
     seen: int | None = None
@@ -71,17 +71,17 @@ class Join(_Message, frozen=True):
     pending: int | None = None
     """Engines: a version that was decided but is not visible yet."""
     ready: int | None = None
-    """Engines: a version that is whole and verified, but not decided as far as they know."""
+    """Engines: a version that is complete and verified, but not decided as far as they know."""
     holds: int | None = None
     """Engines: the version a patch could be applied to."""
     offered: list[Offered] = []
     """Engines: the newest trainers they know of."""
     abandoned: list[int] = []
-    """Trainers: engine ranks that something may still be on its way to, since the last plan."""
+    """Trainers: engine ranks to which writes may still be in flight, since the last plan."""
 
     @property
     def member(self) -> MemberId:
-        """Who joins."""
+        """The member that joins."""
         return MemberId(self.side, self.rank)
 
 
@@ -105,9 +105,9 @@ class Opened(_Message, frozen=True):
 
     round: int
     offers: dict[str, Offer]
-    """Of engines: how writers reach the memory below."""
+    """Engines: how writers reach the memory below."""
     live: bytes = b""
-    """Engines whose live weights are written: the address of each shard."""
+    """Engines whose live weights are written: address of each shard."""
     landing: int = 0
     """Engines with a landing area, or a window in front of their live weights: its address."""
     patches: int = 0
@@ -130,7 +130,7 @@ class Want(_Message, frozen=True):
 
 
 def tag_of(version: int, *, whole: bool) -> int:
-    """What bytes of a version are counted under; those of its second round, where it is sent whole, apart."""
+    """The tag under which a version's bytes are counted; its second round, where it is sent whole, has its own."""
     return 2 * version + (2 if whole else 1)
 
 
@@ -159,20 +159,20 @@ class Written(_Message, frozen=True):
     parts: list[WriteReport]
     losses: list[Loss]
     whole: list[int] = []
-    """Engine ranks that patches were not made for, or are too long for: they need the version whole."""
+    """Engine ranks for which no patches were made, or patches are too long: they need the version whole."""
     magnitude_bytes: int = 0
-    """About what it told other trainers of its FP8 blocks: some may be told later."""
+    """Approximate bytes sent to other trainers about its FP8 blocks: some may be sent later."""
 
 
 class Stopped(_Message, frozen=True):
-    """A trainer that was told to write a version is not writing, and has not written all of it."""
+    """A trainer that was told to write a version is not writing it, and has not written all of it."""
 
     version: int
     reason: str
     has_written: bool
-    """Whether any byte of it may have been written."""
+    """Whether any of its bytes may have been written."""
     abandoned: list[int] = []
-    """Engine ranks that did not take it: what was on its way to them may still land, until they close."""
+    """Engine ranks that did not accept it: what was in flight to them may still land, until they close."""
 
 
 class At(_Message, frozen=True):
@@ -189,7 +189,7 @@ class Paused(_Message, frozen=True):
 
 
 class Ready(_Message, frozen=True):
-    """An engine rank holds a version, whole and verified."""
+    """An engine rank holds a version, complete and verified."""
 
     version: int
 
@@ -212,7 +212,7 @@ class Beat(_Message, frozen=True):
 
 
 class Leave(_Message, frozen=True):
-    """A member goes, on purpose or because it cannot go on."""
+    """A member leaves, on purpose or because it cannot continue."""
 
     reason: str = ""
 
@@ -221,9 +221,9 @@ class Welcome(_Message, frozen=True):
     """A member has joined; how transfers are done here."""
 
     controller: str
-    """Names this run of the controller."""
+    """Identifies this run of the controller."""
     incarnation: int
-    """What this process is called from now on; later ones of the same rank have higher numbers."""
+    """This process's number from now on; later processes of the same rank have higher ones."""
     settings: TransferSettings
     ranks_per_engine: int
     num_trainers: int
@@ -235,15 +235,15 @@ class Refused(_Message, frozen=True):
     reason: str
     hint: str = ""
     may_return: bool = False
-    """Whether others may be to blame: the member can wait for those who fit."""
+    """Whether other members may be at fault: this one can wait for matching ones."""
 
 
 class Unknown(_Message, frozen=True):
-    """The controller does not know the member: it was restarted, or had given the member up. It should join again."""
+    """The controller does not know the member: it was restarted, or gave up on the member, which should join again."""
 
     controller: str
     stalled: str = ""
-    """Why, if an engine's thread did not come: it should join when that is back."""
+    """Why, if an engine's thread did not respond: the member should join when it does."""
 
 
 class Asking(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -255,14 +255,14 @@ class Asking(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
 
 class Holder(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A trainer that holds parts of the same FP8 blocks, and where it tells magnitudes."""
+    """A trainer that holds parts of the same FP8 blocks, and where it exchanges magnitudes."""
 
     trainer: int
     server: MagnitudeServer
 
 
 class Open(_Message, frozen=True):
-    """All members are there: open these transports and register memory with them."""
+    """All members have joined: open these transports and register memory with them."""
 
     round: int
     transports: list[str]
@@ -271,7 +271,7 @@ class Open(_Message, frozen=True):
     settled: list[int] = []
     """Engines: incarnations that are gone, and were not writing."""
     abandoned: bool = False
-    """Engines: whether something may still be on its way to them; closing their side ends that."""
+    """Engines: whether writes to them may still be in flight; closing their side ends these."""
     landing_bytes: int = 0
     """Engines: the landing area they need, or the window, where live memory is written."""
     patch_bytes: int = 0
@@ -295,7 +295,7 @@ class EngineTarget(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     boxes: bytes
     """A table of weft.runtime.compile.link_boxes.LinkBoxes."""
     places: bytes
-    """Where the tensors of that table lie: in the digest's space, and in live memory where that is written."""
+    """Where the tensors of that table lie: in the digest's space, and in live memory if that is written."""
     stream: int = 0
     """Address of the stream in the landing area, or of the link's window."""
     patches: int = 0
@@ -312,11 +312,11 @@ class SendPlan(_Message, frozen=True):
     grids: bytes = b""
     """Matrices of which a trainer sends something as FP8: a table of weft.runtime.compile.grids."""
     roles: bytes = b""
-    """Of each of these matrices, who brings its magnitudes together: a table of weft.runtime.compile.sharing."""
+    """Which trainer collects the magnitudes of each of these matrices: a table of weft.runtime.compile.sharing."""
     round: int = 0
     """The round it was opened in."""
     holders: list[Holder] = []
-    """Trainers that hold parts of the same FP8 blocks, and that this one connects to."""
+    """Trainers that hold parts of the same FP8 blocks and that this one connects to."""
 
 
 class TrainerSource(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -348,7 +348,7 @@ class Expect(_Message, frozen=True):
 
     version: int
     whole: bool = False
-    """Not as patches, whatever was said before: those of some trainer do not fit."""
+    """Not as patches, whatever was announced before: the patches of some trainer do not fit."""
 
 
 class Go(_Message, frozen=True):
@@ -359,7 +359,7 @@ class Go(_Message, frozen=True):
     holds: list[int | None]
     """The version each of them serves, if that is known."""
     whole: bool = False
-    """The second round of a version that patches were not enough for: as it is kept, to these alone."""
+    """The second round of a version for which patches did not suffice: from the kept copy, to these ranks only."""
 
 
 class Verify(_Message, frozen=True):
@@ -382,7 +382,7 @@ class Decide(_Message, frozen=True):
     version: int
     commit: bool
     torn: bool = False
-    """Aborted after writing had begun: what it was written to is neither the old nor the new version."""
+    """Aborted after writing had begun: the memory written to is neither the old nor the new version."""
     reason: str = ""
 
 
@@ -391,17 +391,17 @@ class Alive(_Message, frozen=True):
 
     controller: str
     status: str = ""
-    """What it does, or waits for, before versions can be written; empty when they can."""
+    """What it is doing, or waiting for, before versions can be written; empty when they can."""
 
 
 class Introduction(_Message, frozen=True):
-    """A trainer has parts of these FP8 blocks. The one that connects says so first, and the other answers."""
+    """A trainer has parts of these FP8 blocks. The one that connects introduces itself first, and the other answers."""
 
     round: int
     blocks: bytes
     """A table of weft.runtime.send.magnitudes."""
     number: int = 0
-    """Of the one that connects; the answer has the same."""
+    """Chosen by the trainer that connects; the answer carries the same number."""
 
 
 class Magnitudes(_Message, frozen=True):
@@ -411,7 +411,7 @@ class Magnitudes(_Message, frozen=True):
     version: int
     group: int
     is_final: bool
-    """Of all holders, as the sender has collected them; otherwise what the sender found."""
+    """Whether these are of all holders, as the sender collected them; otherwise what the sender found."""
     values: bytes
     """FP32, in the order of the blocks."""
 
@@ -438,7 +438,7 @@ BetweenTrainers = Introduction | Magnitudes
 
 
 def pack(column: Column) -> bytes:
-    """A column for the wire."""
+    """A column as bytes for the wire."""
     return np.ascontiguousarray(column, dtype="<u8").tobytes()
 
 

@@ -32,7 +32,10 @@ class KeysInMemory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Security:
-    """Which keys a controller or a member uses; without one, a controller listens on loopback only."""
+    """Which keys a controller or a member uses; without a Security, a controller listens on loopback only.
+
+    >>> security = Security(keys="~/weft-keys", key="engine-east")   # reads controller.pub and engine-east.key there
+    """
 
     keys: str | Path | KeysInMemory
     """Folder of keys made by `weft keys`.
@@ -57,7 +60,7 @@ class Security:
 
 
 def security_in(folder: str | Path | None, key: str | None = None) -> Security | None:
-    """What a setting or an option says; None if it names no folder."""
+    """The Security that a setting or an option describes; None if it names no folder."""
     return Security(keys=folder, key=key) if folder else None
 
 
@@ -68,7 +71,7 @@ def client_keys(security: Security | None, side: str) -> ClientKeys | None:
     _check(security)
     if isinstance(security.keys, KeysInMemory):
         if not security.keys.server_public:
-            raise AuthError(f"a {side} needs the controller's public key beside its own")
+            raise AuthError(f"a {side} needs the controller's public key in addition to its own")
         return ClientKeys(own=security.keys.own, server_public=security.keys.server_public)
     folder = Path(security.keys).expanduser()
     own = load_keys(folder / f"{security.key or side}.key")
@@ -82,7 +85,7 @@ def server_keys(security: Security | None) -> ServerKeys | None:
     _check(security)
     if isinstance(security.keys, KeysInMemory):
         if not security.keys.grants:
-            raise AuthError("a controller needs the keys it admits beside its own")
+            raise AuthError("a controller needs the keys it admits in addition to its own")
         return ServerKeys(own=security.keys.own, allowed=KeyRing(grants=security.keys.grants))
     folder = Path(security.keys).expanduser()
     return ServerKeys(own=load_keys(folder / f"{security.key or CONTROLLER}.key"), allowed=KeyRing(folder))

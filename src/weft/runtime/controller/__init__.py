@@ -1,1 +1,1 @@
-"""The controller: its loop, the members it knows, the version that is open."""
+"""The controller: its loop, the members it knows, the version under way."""

@@ -1,4 +1,4 @@
-"""What a controller believes of members: the right side, values that make sense, and what it was told before.
+"""What a controller accepts from members: the right side, plausible values, consistent with what it was told before.
 
 Pure checks; each raises a WeftError that says what is wrong. The controller refuses the member that sent it, and only
 that one.
@@ -28,10 +28,10 @@ from weft.runtime.control.messages import FromEngine, FromTrainer, Join, Opened,
 
 MAX_SHARDS = 1_000_000
 MAX_RUNS = 1 << 22
-"""Most pieces of memory one member's shards may consist of: each costs the controller about 100 bytes."""
+"""Maximum pieces of memory in one member's shards: each costs the controller about 100 bytes."""
 MAX_ADDRESS = 1 << 63
 NEAR = 1 << 29
-"""Strides up to here add up to no more than 64 bits, whatever the extents."""
+"""With strides up to this, offsets fit into 64 bits, whatever the extents."""
 _ALLOWED = {"trainer": get_args(FromTrainer), "engine": get_args(FromEngine)}
 
 
@@ -48,13 +48,13 @@ def check_version(version: int) -> None:
 
 
 def check_step(step: int) -> None:
-    """Raise if an engine cannot have made so many steps."""
+    """Raise if an engine cannot have made this many steps."""
     if not 0 <= step < MAX_ADDRESS:
         raise ProtocolError(f"step {step} is out of range, expected 0 to {MAX_ADDRESS - 1}")
 
 
 def check_join(join: Join) -> None:
-    """Raise unless a member's own story makes sense."""
+    """Raise unless what a member reports about itself is plausible."""
     versions = {"last": join.last, "pending": join.pending, "ready": join.ready, "holds": join.holds, "seen": join.seen}
     wrong = [f"{name} {v}" for name, v in versions.items() if v is not None and not 0 <= v <= MAX_VERSION]
     if join.side == "trainer":
@@ -71,7 +71,7 @@ def check_join(join: Join) -> None:
     if join.side == "engine" and len(set(held.names)) < len(held):
         twice = [name for name, count in Counter(held.names).items() if count > 1]
         raise LayoutError(
-            "an engine names each of its tensors once", problems=tuple(f"{name}: twice" for name in twice)
+            "an engine must name each tensor once", problems=tuple(f"{name}: named twice" for name in twice)
         )
 
 
@@ -82,7 +82,7 @@ def claim(join: Join) -> int | None:
 
 
 def unbelievable(joins: Mapping[MemberId, Join]) -> dict[MemberId, str]:
-    """Members whose versions are far beyond what all others know, with what is wrong."""
+    """Members whose versions are far beyond what all others know, with the problem of each."""
     claims = {member: found for member, join in joins.items() if (found := claim(join)) is not None}
     wrong = {}
     for member, version in claims.items():
@@ -90,30 +90,30 @@ def unbelievable(joins: Mapping[MemberId, Join]) -> dict[MemberId, str]:
         most = max(others) + MAX_STEP if others else MAX_FIRST
         if version > most:
             known = max(others, default=0)
-            wrong[member] = f"{member} claims version {version}, no other member knows of one above {known}"
+            wrong[member] = f"{member} claims version {version}, but no other member knows of one above {known}"
     return wrong
 
 
 def _check_shards(held: HeldTable) -> None:
     """Raise unless every shard is a box of its tensor, in memory that is not used twice, in not too many pieces.
 
-    Columns show which ones may not be; shards that differ in their names only, such as those of experts, are then
-    looked at once.
+    Columns show which shards are suspect; shards that differ only in their names, such as those of experts, are then
+    checked once.
     """
     if len(held) > MAX_SHARDS:
-        raise LayoutError(f"{len(held)} shards", hint=f"at most {MAX_SHARDS} on one member")
+        raise LayoutError(f"member holds {len(held)} shards", hint=f"at most {MAX_SHARDS} on one member")
     what = cache(_shard_problem)
     doubtful = [held[number] for number in np.flatnonzero(_is_doubtful(held)).tolist()]
     found = [(shard.name, what(shard.dtype, shard.shape, shard.lo, shard.extent, shard.strides)) for shard in doubtful]
     problems = [f"{name}: {problem}" for name, problem in found if problem]
     problems += ["a shard has no name"] * list(held.names).count("")
     if problems:
-        raise LayoutError("the shards are not usable", problems=tuple(problems))
+        raise LayoutError("the shards are invalid", problems=tuple(problems))
     _check_runs(held)
 
 
 def _is_doubtful(held: HeldTable) -> NDArray[np.bool_]:
-    """Shards that are perhaps not usable: all but those whose memory is walked from the outside in, as most is."""
+    """Shards that may be invalid: all but those whose strides descend from the outer dimension inwards, as most do."""
     shape, lo, extent, strides = held.shape, held.lo, held.extent, held.strides
     doubtful = np.array([dtype not in DTYPE_BYTES for dtype in held.dtypes] or [False])[held.dtype]
     doubtful |= (held.num_dims < 1) | ((shape < 1) | (shape > MAX_TENSOR_DIM)).any(axis=1)
@@ -162,7 +162,7 @@ def check_opened(join: Join, opened: Opened, transports: Collection[str], needed
     """Raise unless a member has opened what it was asked to; `needed`: the memory an engine rank was asked for."""
     member = f"{join.side} {join.rank}"
     if set(opened.offers) < set(transports):
-        raise ProtocolError(f"{member} opened {sorted(opened.offers)}, not {sorted(transports)}")
+        raise ProtocolError(f"{member} opened {sorted(opened.offers)}, expected {sorted(transports)}")
     for name, offer in opened.offers.items():
         spoken = {offer.endpoint.transport, *(descriptor.transport for descriptor in offer.descriptors)}
         if spoken != {name} or offer.endpoint.member != member:
@@ -189,27 +189,27 @@ def check_magnitudes(trainer: int, opened: Opened, *, is_asked: bool, has_keys: 
     if not is_asked:
         return
     if server is None:
-        raise ProtocolError(f"trainer {trainer} does not listen to other trainers")
+        raise ProtocolError(f"trainer {trainer} does not listen for other trainers")
     if not is_address(server.address) or is_key(server.key) != has_keys:
         raise ProtocolError(
             f"trainer {trainer} listens at `{server.address[:64]}` with a key of {len(server.key)} bytes",
-            hint="other trainers cannot connect to that",
+            hint="other trainers cannot connect to it",
         )
 
 
 def check_written(trainer: int, message: Written, engines: Collection[int], owed: Mapping[int, int] | None) -> None:
-    """Raise unless a trainer speaks of what it was told to write.
+    """Raise unless a trainer reports on what it was told to write.
 
-    `owed`: bytes to each engine; None where patches are sent, of whatever length, or not enough.
+    `owed`: bytes to each engine; None where patches are sent, whose length is open and which may not suffice.
     """
     if message.whole and owed is not None:
-        raise ProtocolError(f"trainer {trainer} wants to write whole versions, and was told to write nothing else")
+        raise ProtocolError(f"trainer {trainer} wants to write whole versions, which it was already told to do")
     if message.magnitude_bytes < 0:
-        raise ProtocolError(f"trainer {trainer} told {message.magnitude_bytes} bytes of magnitudes")
+        raise ProtocolError(f"trainer {trainer} reported {message.magnitude_bytes} bytes of magnitudes")
     written = [part.engine for part in message.parts] + [loss.engine for loss in message.losses] + message.whole
     if len(set(written)) != len(written) or not set(written) <= set(engines):
         raise ProtocolError(
-            f"trainer {trainer} wrote to engine ranks {sorted(written)}, not to some of {sorted(engines)}"
+            f"trainer {trainer} wrote to engine ranks {sorted(written)}, expected a subset of {sorted(engines)}"
         )
     for part in message.parts:
         if part.trainer != trainer or part.num_bytes < 0 or not 0 <= part.digest < 1 << 64:
@@ -217,5 +217,5 @@ def check_written(trainer: int, message: Written, engines: Collection[int], owed
         if owed is not None and part.num_bytes != owed.get(part.engine, 0):
             raise ProtocolError(
                 f"trainer {trainer} wrote {part.num_bytes} bytes to engine {part.engine}, "
-                f"{owed.get(part.engine, 0)} were planned"
+                f"expected {owed.get(part.engine, 0)}"
             )

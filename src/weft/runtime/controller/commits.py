@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterable
 
 
 class Commits:
-    """What engine ranks owe. Pure; times are given."""
+    """Commits that engine ranks owe. Pure; times are passed in."""
 
     def __init__(self) -> None:
         self._owed: dict[int, tuple[int, float]] = {}
@@ -27,7 +27,7 @@ class Commits:
         return rank in self._owed and self._owed[rank][0] == version
 
     def done(self, rank: int, version: int) -> bool:
-        """A rank has committed a version, or never will; whether that was owed."""
+        """A rank has committed a version, or never will; returns whether it was owed."""
         if not self.owes(rank, version):
             return False
         del self._owed[rank]
@@ -43,7 +43,7 @@ class Commits:
 
     @property
     def ranks(self) -> Collection[int]:
-        """Those that owe something."""
+        """Ranks that owe a commit."""
         return self._owed.keys()
 
     def owing_since(self, moment: float) -> dict[int, int]:

@@ -7,9 +7,9 @@
 
 One thread owns the socket and all state; nothing is shared. A version is open from the first Want until every engine
 has committed it, or until it was aborted and every trainer that was writing has stopped: only then may the next one be
-written. A controller that is started anew learns from members, as they join again, which versions were decided. Members
-are incarnations: an older process of a rank never replaces a newer one. What a member says is checked (`admission`);
-one that cannot be believed is refused, and nobody else.
+written. A restarted controller learns from members, as they rejoin, which versions were decided. Members are
+incarnations: an older process of a rank never replaces a newer one. Everything a member says is checked (`admission`);
+a member that fails a check is refused, and no other.
 
     with Controller(num_trainers=2, num_engine_ranks=2) as controller:
         Sender(controller.address, rank=0, …)
@@ -90,7 +90,7 @@ from weft.transport.registry import Choice
 log = logging.getLogger(__name__)
 POLL_S = 0.1
 MAX_AT_ONCE = 1000
-"""Messages handled before clocks are looked at."""
+"""Messages handled before clocks are checked."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,7 +99,7 @@ class ControllerStatistics:
 
     members: tuple[str, ...]
     lost: dict[str, str]
-    """Members that are gone, and how."""
+    """Members that are gone, and why."""
     links: dict[str, int]
     """`transport (reason)` and how many links use it."""
     plan_digest: str
@@ -109,11 +109,11 @@ class ControllerStatistics:
     num_aborted: int
     last_abort: str
     last_version_s: float
-    """From the first trainer's wish to write until the last engine had committed."""
+    """From the first trainer's Want until the last engine had committed."""
     last_wire_bytes: int
-    """What trainers sent for it; patches are shorter than `bytes_per_version`."""
+    """Bytes trainers sent for it; patches are shorter than `bytes_per_version`."""
     last_magnitude_bytes: int
-    """What trainers told each other for it, to agree on FP8 scales."""
+    """Bytes trainers exchanged for it, to agree on FP8 scales."""
     num_beats: int
     """Heartbeats that were answered."""
     num_plans: int
@@ -121,14 +121,26 @@ class ControllerStatistics:
     plan_s: float
     """How long the last one took."""
     ship_s: float
-    """How long members took, from then on, until they had their parts."""
+    """How long it took from then until members had their parts."""
     writes_per_version: int
     """One-sided writes of a version that is sent whole."""
     channel: dict[str, int]
 
 
 class Controller:
-    """Runs in a thread of the process that makes it; `address` is what members need to know."""
+    """Runs in a thread of the process that creates it; `address` is what members connect to.
+
+    >>> import numpy as np
+    >>> import weft
+    >>> trained, served = np.ones(4, np.float32), np.zeros(4, np.float32)
+    >>> with (
+    ...     weft.Controller(num_trainers=1, num_engine_ranks=1) as controller,
+    ...     weft.Sender(controller.address, rank=0, weights=weft.Weights.from_arrays({"w": trained})) as sender,
+    ...     weft.Receiver(controller.address, rank=0, weights=weft.Weights.from_arrays({"w": served})) as receiver,
+    ... ):
+    ...     print(controller.wait_planned(60.0), controller.statistics().members)
+    True ('engine 0', 'trainer 0')
+    """
 
     def __init__(
         self,
@@ -148,15 +160,16 @@ class Controller:
     ) -> None:
         """`commit_policy` and `quorum`: how many engines a version needs. `settings` are shipped to every member.
 
-        `policy` says who sends where several trainers hold the same bytes; `topology`, a preset or a .toml file, what
+        `policy` says which trainer sends where several hold the same bytes; `topology`, a preset or a .toml file, what
         kind of hosts members are on. `ignore` are trainer tensors no engine has, by name or pattern (`visual.*`).
         `plan`, instead of these three: a plan, or the file of one, to follow; members that differ from it are refused.
-        `security`: its own key, `controller.key` by default, and whom it admits; without it, `address` must be on
+        `security`: its own key, `controller.key` by default, and the keys it admits; without it, `address` must be on
         loopback.
         """
         if num_trainers < 1 or num_engine_ranks < 1 or ranks_per_engine < 1 or num_engine_ranks % ranks_per_engine:
             raise ConfigError(
-                f"{num_trainers} trainers and {num_engine_ranks} engine ranks in engines of {ranks_per_engine}",
+                f"invalid numbers of members: {num_trainers} trainers and {num_engine_ranks} engine ranks "
+                f"in engines of {ranks_per_engine}",
                 hint="at least one of each, and a whole number of engines",
             )
         engines = dict.fromkeys(range(num_engine_ranks // ranks_per_engine), ranks_per_engine)
@@ -186,7 +199,7 @@ class Controller:
         self._settled: set[int] = set()
         """Incarnations of trainers that are gone and were not writing."""
         self._abandoned: set[int] = set()
-        """Engine ranks that something a trainer gave up may still be on its way to."""
+        """Engine ranks to which writes that a trainer gave up may still be in flight."""
         self._is_rebuilt = False
         self._transfer: Transfer | None = None
         self._wants: dict[int, int] = {}
@@ -194,11 +207,11 @@ class Controller:
         """Engine rank → the version it serves; None where its weights are torn."""
         self._commits = Commits()
         self._stalled: set[MemberId] = set()
-        """Members that were given up because the engine's thread did not come; they join again when it does."""
+        """Members given up because the engine's thread did not respond; they rejoin when it does."""
         self._steps: dict[int, tuple[int, int]] = {}
         """Engine rank → the last version it learned of, and the step it had reached then."""
         self._unsendable: dict[str, str] = {}
-        """Connections that something could not be sent to, and why."""
+        """Connections to which a message could not be sent, and why."""
         self._counts: Counter[str] = Counter()
         self._last_abort, self._last_version_s = "", 0.0
         self._last_wire_bytes, self._last_magnitude_bytes = 0, 0
@@ -245,11 +258,11 @@ class Controller:
         )
 
     def wait_planned(self, timeout_s: float = 60.0) -> bool:
-        """Wait until all members are there and have their part of the plan; False when they are not in time."""
+        """Wait until all members have joined and have their part of the plan; False if that takes too long."""
         return self._planned.wait(timeout_s)
 
     def close(self) -> None:
-        """Stop; members notice by its silence."""
+        """Stop; members notice its silence."""
         self._stop.set()
         self._thread.join(10.0)
 
@@ -264,7 +277,7 @@ class Controller:
     def _run(self) -> None:
         try:
             while not self._stop.is_set():
-                for number in range(MAX_AT_ONCE):  # a member that has written is not silent: read before clocks
+                for number in range(MAX_AT_ONCE):  # a member with unread messages is not silent: read before clocks
                     received = self._server.receive(0.0 if number else POLL_S)
                     if received is None:
                         break
@@ -276,7 +289,7 @@ class Controller:
             self._server.close()
 
     def _send(self, member: MemberId, message: Any) -> None:
-        """To a member, if it is there."""
+        """Send to a member, if it has joined."""
         known = self._membership.members.get(member)
         if known is None:
             return
@@ -286,11 +299,11 @@ class Controller:
             self._unsendable[known.connection] = str(error)
 
     def _handle_safely(self, connection: str, message: Any) -> None:
-        """A message that breaks something of ours costs its sender the membership, not everybody the controller."""
+        """A message that triggers a bug costs its sender the membership, and does not stop the controller."""
         try:
             self._handle(connection, message)
         except Exception as error:
-            log.exception("a defect while handling %s of %s", type(message).__name__, connection)
+            log.exception("internal error while handling %s from %s", type(message).__name__, connection)
             self._expel(connection, f"triggered a bug in the controller: {type(error).__name__}: {error}")
 
     def _handle(self, connection: str, message: Any) -> None:
@@ -313,16 +326,16 @@ class Controller:
             self._refuse(member, error)
 
     def _refuse(self, member: MemberId, error: WeftError, *, is_settled: bool = False) -> None:
-        """One member cannot be believed, or does not fit: it alone has to go."""
+        """One member sent invalid messages, or does not match the others: only it is removed."""
         log.warning("%s: %s", member, error)
         self._send(member, Refused(reason=str(error), hint=error.hint or ""))
         self._lose(member, f"was refused: {error}", is_settled=is_settled)
 
     def _turn_out(self, connection: str, member: MemberId) -> None:
-        """Answer a process that is no member: one that was replaced must end, others may join again."""
+        """Answer a process that is not a member: one that was replaced must end, others may join again."""
         if member in self._membership.members:
             reason = f"another process has joined as {member}"
-            self._server.send(connection, Refused(reason=reason, hint="every rank is one process"))
+            self._server.send(connection, Refused(reason=reason, hint="each rank must be one process"))
         else:
             stalled = self._membership.lost.get(member, "") if member in self._stalled else ""
             self._server.send(connection, Unknown(controller=self._name, stalled=stalled))
@@ -376,21 +389,21 @@ class Controller:
                 self._engine_committed(rank, version)
 
     def _check_known(self, member: MemberId, version: int, what: str) -> None:
-        """Raise if a member speaks of a version that nobody has published, and that it did not join with."""
+        """Raise if a member names a version that was not published and that it did not join with."""
         newest = self._transfer.version if self._transfer is not None else -1
         told = claim(self._membership.members[member].join)
         if not 0 <= version <= max(newest, self._ledger.last_decided, -1 if told is None else told):
             raise ProtocolError(f"{member} {what} version {version}, which was not published")
 
     def _expel(self, connection: str, how: str) -> None:
-        """End a connection; the member behind it, if there is one, is lost."""
+        """End a connection; the member behind it, if any, is lost."""
         self._server.send(connection, Refused(reason=f"it {how}"))
         self._server.forget(connection)
         if self._membership.behind(connection) is not None:
             self._lose(self._membership.name_of(connection), how, is_settled=False)
 
     def _revoke(self, connection: str, reason: str) -> None:
-        """A member has lost its right to take part: engines close what a trainer could write to, at once."""
+        """A member has lost its right to take part: engines close at once what a trainer could write to."""
         known = self._membership.behind(connection)
         self._expel(connection, f"was refused: {reason}")
         if known is not None and known.join.side == "trainer":
@@ -407,7 +420,7 @@ class Controller:
             self._expel(connection, "does not read its messages")
         while self._unsendable:
             connection, reason = self._unsendable.popitem()
-            self._expel(connection, f"cannot be told its part: {reason}")
+            self._expel(connection, f"cannot be sent its part of the plan: {reason}")
         for connection, reason in self._server.revoked().items():
             self._revoke(connection, reason)
         for member, silent_s in self._membership.silent_for(self._settings.silence_s).items():
@@ -415,14 +428,14 @@ class Controller:
         self._drop_stalled()
         transfer = self._transfer
         if transfer is not None and transfer.aborted is not None and time.monotonic() > transfer.abort_deadline:
-            transfer.has_bytes = True  # for all that is known
+            transfer.has_bytes = True  # must be assumed
             self._tell_engines(transfer, transfer.aborted)
         if transfer is not None and not transfer.is_decided and time.monotonic() > transfer.deadline:
             num_trainers, version_s = self._membership.num["trainer"], self._settings.version_s
             self._apply(self._ledger.timed_out(transfer.lateness(num_trainers=num_trainers, version_s=version_s)))
 
     def _drop_stalled(self) -> None:
-        """Engines that do not commit, or do not stand still, hold up nobody: all ranks of such an engine have to go."""
+        """Engines that do not commit, or do not pause, must not hold up others: all ranks of such an engine must go."""
         now, settings = time.monotonic(), self._settings
         late = {
             rank: f"did not commit version {version} in {settings.commit_s:.1f} s"
@@ -430,12 +443,14 @@ class Controller:
         }
         transfer = self._transfer
         if transfer is not None and not transfer.is_decided and now > transfer.pause_deadline:
-            why = f"did not stand still for version {transfer.version} in {settings.pause_s:.1f} s"
+            why = f"did not pause for version {transfer.version} in {settings.pause_s:.1f} s"
             late |= dict.fromkeys(transfer.unpaused, why)
         for rank, why in late.items():
             for other in self._membership.ranks_of(rank // self._membership.ranks_per_engine):
-                self._give_up_stalled(MemberId.engine(other), why if other == rank else f"is with {rank}, which {why}")
-        if self._commits.ranks:  # perhaps they are waited for no longer
+                self._give_up_stalled(
+                    MemberId.engine(other), why if other == rank else f"shares an engine with rank {rank}, which {why}"
+                )
+        if self._commits.ranks:  # the version may no longer wait for them
             self._finish()
             self._answer_trainers()
 
@@ -480,19 +495,19 @@ class Controller:
         self._plan_if_possible()
 
     def _plan_again(self) -> None:
-        """Members are others now: a plan that is being made is for those that were there."""
+        """The members have changed: a plan that is being made is for the previous ones."""
         self._must_plan = True
         self._planner.give_up()
 
     def _replace(self, member: MemberId, connection: str) -> None:
-        """A member joins anew: the same process again, or a newer one in its place."""
+        """A member joins again: the same process, or a newer one in its place."""
         old = self._membership.members[member].connection
-        self._lose(member, "joined anew")
+        self._lose(member, "joined again")
         if old != connection:
             self._server.send(old, Refused(reason=f"another process has joined as {member}"))
 
     def _plan_if_possible(self) -> None:
-        """When all members are there and no version is under way: let them open transports, for a new plan."""
+        """When all members have joined and no version is under way: let them open transports, for a new plan."""
         if not self._must_plan or not self._membership.is_complete:
             return
         self._retire()
@@ -503,15 +518,15 @@ class Controller:
         self._planner.plan(self._membership.joins("trainer"), self._membership.joins("engine"))
 
     def _take_planned_safely(self) -> None:
-        """A plan that breaks something of ours costs members this round, not the controller."""
+        """A plan that triggers a bug costs the members this round, and does not stop the controller."""
         try:
             self._take_planned()
         except Exception as error:
-            log.exception("a defect while following a plan")
+            log.exception("internal error while following a plan")
             self._refuse_all(PlanError(f"triggered a bug in the controller: {type(error).__name__}: {error}"))
 
     def _take_planned(self) -> None:
-        """What the planner has come to, for the members that are there."""
+        """Take the planner's result, for the members that have joined."""
         while (found := self._planner.take()) is not None:
             match found:
                 case Planned():
@@ -524,7 +539,7 @@ class Controller:
                     self._refuse_misfits(found)
 
     def _open(self, planned: Planned) -> None:
-        """Members fit together: let them open transports and memory for the plan."""
+        """Members match: let them open transports and memory for the plan."""
         self._plan, self._plan_digest, self._parts = planned.plan, planned.digest, planned.parts
         self._links, self._planned_at = planned.links, time.monotonic()
         self._plan_s = planned.plan_s
@@ -546,7 +561,7 @@ class Controller:
             self._send(member, message)
 
     def _asking(self, trainers: list[int] | None) -> list[Asking] | None:
-        """Trainers that will ask another, and the keys they are known by."""
+        """Trainers that will connect to another, and the keys they are known by."""
         if trainers is None:
             return None
         connections = {trainer: self._membership.members[MemberId.trainer(trainer)].connection for trainer in trainers}
@@ -568,7 +583,7 @@ class Controller:
 
     def _opened(self, known: Member, message: Opened) -> None:
         if message.round != self._membership.round or self._planner.is_busy:
-            return  # it belongs to an earlier round, or nobody has asked for it
+            return  # it belongs to an earlier round, or was not requested
         assert self._parts is not None
         needed = self._parts.opening(known.join.rank) if known.join.side == "engine" else None
         check_opened(known.join, message, set(known.transports.values()), needed)
@@ -596,7 +611,7 @@ class Controller:
         self._answer_trainers()
 
     def _refuse_misfits(self, error: WeftError) -> None:
-        """Members do not fit together: those that differ from the others have to go; all, where that is not known."""
+        """Members do not match: those that differ from the others are removed; all, if these are not known."""
         named = error.members if isinstance(error, LayoutError) else ()
         if not named:
             self._refuse_all(error)
@@ -604,7 +619,7 @@ class Controller:
             self._refuse(member, error, is_settled=True)
 
     def _refuse_all(self, error: WeftError) -> None:
-        """Both sides hear why they do not fit. Engines serve on, and may wait for other trainers."""
+        """Both sides hear why they do not match. Engines keep serving, and may wait for other trainers."""
         log.error("no plan: %s", error)
         for member, known in self._membership.members.items():
             may_return = known.join.side == "engine"
@@ -613,13 +628,13 @@ class Controller:
         self._membership.remove_all()
         self._planner.give_up()
         self._wants.clear()
-        self._commits.clear()  # who joins again says what it has not committed
+        self._commits.clear()  # a member that rejoins reports what it has not committed
 
     def _rebuild(self) -> bool:
-        """Once, when all are there: what members know of versions is everything, if a controller before this one died.
+        """Once, when all have joined: if an earlier controller died, only the members know of versions.
 
-        Before anything is opened: a version that some engines were told to commit is committed by the others, too.
-        False if a member had to go because its story cannot be true.
+        Before anything is opened: a version that some engines were told to commit is committed by the others as well.
+        False if a member was removed because its report cannot be true.
         """
         if self._is_rebuilt:
             return True
@@ -673,7 +688,7 @@ class Controller:
     # Versions
 
     def _retire(self) -> None:
-        """Forget a version that is out of everybody's way."""
+        """Forget a version that no member depends on any more."""
         transfer = self._transfer
         if transfer is not None and transfer.aborted is not None and not transfer.writers:
             self._tell_engines(transfer, transfer.aborted)
@@ -682,7 +697,7 @@ class Controller:
             self._server.spin_s = SPIN_S
 
     def _answer_trainers(self) -> None:
-        """Answer trainers that want to write, if the last version is out of the way."""
+        """Answer trainers that want to write, if the last version is finished."""
         self._retire()
         self._plan_if_possible()
         if not self._wants:
@@ -700,20 +715,20 @@ class Controller:
             self._offer(trainer, version)
 
     def _can_transfer(self) -> bool:
-        """Whether every trainer, and enough engines, have their part of the plan that is in force."""
+        """Whether every trainer, and enough engines, have their part of the current plan."""
         planned = self._plan is not None and self._planned_round == self._membership.round
         trainers = len(self._membership.open_ranks("trainer")) == self._membership.num["trainer"]
         return planned and trainers and len(self._free_engines()) >= self._needed_engines
 
     def _free_engines(self) -> list[int]:
-        """Engines that can take a version: all their ranks are there, open, and have committed the one before."""
+        """Engines that can take a version: all their ranks are present, open, and have committed the previous one."""
         owing = {rank // self._membership.ranks_per_engine for rank in self._commits.ranks}
         return [engine for engine in self._membership.live_engines() if engine not in owing]
 
     def _waits_for_commits(self) -> bool:
         """Whether the next version waits for engines that have not committed the last one.
 
-        Where enough others have, those that do not for longer than a beat are left out of the next.
+        If enough others have, engines that are late by more than a heartbeat are left out of the next.
         """
         if not self._commits.ranks:
             return False
@@ -764,7 +779,7 @@ class Controller:
         transfer.waiting.clear()
 
     def _turn_away(self) -> None:
-        """While a member is lost, or waits, no version can be written: say so at once, and for all trainers."""
+        """While a member is lost, or waits, no version can be written: say so at once, to all trainers."""
         obstacles = {
             member: f"{member} {how}" for member, how in self._membership.lost.items()
         } | self._membership.blocked
@@ -777,7 +792,7 @@ class Controller:
         self._wants.clear()
 
     def _at(self, rank: int, version: int, step: int) -> None:
-        """An engine rank says where it is; when all ranks of its engine have, they learn where to meet."""
+        """An engine rank reports its step; when all ranks of its engine have, they learn where to meet."""
         self._steps[rank] = version, step
         ranks = self._membership.ranks_of(rank // self._membership.ranks_per_engine)
         if all(self._steps.get(other, (None, 0))[0] == version for other in ranks):
@@ -795,7 +810,7 @@ class Controller:
         version, transfer = message.version, self._transfer
         if transfer is None or transfer.version != version:
             self._check_known(MemberId.trainer(trainer), version, "has written")
-            return  # it was over before
+            return  # it had already ended
         if trainer not in transfer.writers:
             raise ProtocolError(f"trainer {trainer} has written version {version} without being told to")
         check_written(trainer, message, transfer.asked, self._owed(trainer, transfer))
@@ -811,7 +826,7 @@ class Controller:
     def _finish_writing(self, transfer: Transfer, trainer: int, message: Written) -> None:
         """A trainer has written; engines it could not reach are lost, and the others verify when all have written."""
         is_written = self._ledger.written(trainer=trainer, version=transfer.version)
-        for loss in message.losses:  # if it lives, it joins again
+        for loss in message.losses:  # if the engine is alive, it joins again
             self._lose(MemberId.engine(loss.engine), f"could not be written to by trainer {trainer}: {loss.reason}")
         for rank in message.whole:
             transfer.whole.update(self._membership.ranks_of(rank // self._membership.ranks_per_engine))
@@ -823,7 +838,7 @@ class Controller:
             self._verify(transfer)
 
     def _send_whole(self, transfer: Transfer) -> None:
-        """Patches are not enough for some engines: these get the version whole, and stand still for it in `patch`."""
+        """Patches do not suffice for some engines: these get the version whole, and pause for it in mode `patch`."""
         pauses = self._settings.mode is ReceiverMode.PATCH
         now = time.monotonic()
         transfer.begin_second_round(deadline=now + self._settings.version_s, pauses=pauses)
@@ -840,7 +855,7 @@ class Controller:
         return self._parts.owed(trainer)
 
     def _stopped(self, member: MemberId, join: Join, message: Stopped) -> None:
-        """A trainer is not writing a version that it was told to write: nobody waits for it any longer."""
+        """A trainer is not writing a version that it was told to write: stop waiting for it."""
         version, transfer = message.version, self._transfer
         if transfer is None or transfer.version != version:
             self._check_known(member, version, "has stopped")
@@ -854,7 +869,7 @@ class Controller:
         self._answer_trainers()
 
     def _verify(self, transfer: Transfer) -> None:
-        """Everything is written: let engines look at it, or, where nobody wants that, take the writers' word."""
+        """Everything is written: let engines verify it, or, where that is not required, trust the writers' reports."""
         if self._takes_their_word(transfer):
             for rank in sorted(transfer.engines):
                 self._apply(self._ready(rank, transfer.version))
@@ -867,19 +882,19 @@ class Controller:
             self._send(MemberId.engine(rank), Verify(version=transfer.version, parts=parts[rank]))
 
     def _ready(self, rank: int, version: int) -> Decision | None:
-        """An engine rank holds a version whole; what that decides, if anything."""
+        """An engine rank holds a complete version; returns what that decides, if anything."""
         engine, number = divmod(rank, self._membership.ranks_per_engine)
         return self._ledger.ready(engine=engine, rank=number, version=version)
 
     def _takes_their_word(self, transfer: Transfer) -> bool:
-        """Without a digest all that engines could do is count again what writers say has landed."""
+        """Without a digest, engines could only count again what writers report as landed."""
         settings, parts = self._settings, self._parts
         if settings.digest is DigestPolicy.ON or settings.delta is DeltaPolicy.ON or parts is None:
             return False
         if parts.has_windows:
             return False  # what was written has to be drained
         if self._needed_engines < self._membership.num["engine"] // self._membership.ranks_per_engine:
-            return False  # with a quorum the first that are ready would leave the others behind
+            return False  # with a quorum, the first ready engines would leave the others behind
         return transfer.is_sent_whole(parts.wire_bytes)
 
     def _failed(self, member: MemberId, join: Join, version: int, reason: str) -> None:
@@ -895,7 +910,7 @@ class Controller:
             self._answer_trainers()  # the next version may have waited for this
             return
         log.warning("%s failed version %d: %s", member, version, reason)
-        if join.side == "trainer":  # one that writes says so when it has stopped
+        if join.side == "trainer":  # a trainer that is writing reports when it has stopped
             transfer.waiting.discard(join.rank)
         self._apply(self._fail(join, reason))
         self._answer_trainers()
@@ -907,14 +922,14 @@ class Controller:
 
     def _engine_committed(self, rank: int, version: int) -> None:
         if not self._commits.done(rank, version):
-            return  # it said so when it joined
+            return  # it reported this when it joined
         log.debug("engine %d serves version %d", rank, version)
         self._holds[rank] = version
         self._finish()
         self._answer_trainers()
 
     def _finish(self) -> None:
-        """When every engine serves a version, trainers may know."""
+        """When every engine serves a version, tell the trainers."""
         transfer = self._transfer
         if transfer is None or not transfer.is_commit or self._waits_for_commits():
             return
@@ -927,7 +942,7 @@ class Controller:
             self._send(MemberId.trainer(rank), Decide(version=transfer.version, commit=True))
 
     def _apply(self, decision: Decision | None) -> None:
-        """Tell everybody what was decided."""
+        """Tell all members what was decided."""
         transfer = self._transfer
         if decision is None or transfer is None or transfer.version != decision.version:
             return
@@ -937,7 +952,7 @@ class Controller:
         self._commits.owe(told, version=decision.version, since=time.monotonic())
         if decision.commit or not any(self._is_live(transfer, rank) for rank in transfer.engines):
             self._tell_engines(transfer, decision)
-        else:  # whether engines are torn is known when the writers have stopped, which they do when they hear of it
+        else:  # whether engines are torn is known once the writers have stopped, which they do when they hear of it
             transfer.aborted = decision
             transfer.abort_deadline = time.monotonic() + self._settings.silence_s
         if decision.commit:
@@ -952,7 +967,7 @@ class Controller:
         return self._settings.mode is ReceiverMode.IN_PLACE or (second and rank in transfer.whole)
 
     def _tell_engines(self, transfer: Transfer, decision: Decision) -> None:
-        """What was decided, and whether those that do not commit hold something torn."""
+        """What was decided, and whether engines that do not commit hold torn weights."""
         transfer.aborted = None
         commits = {rank for engine in decision.engines for rank in self._membership.ranks_of(engine)}
         for rank in transfer.engines & set(self._membership.joins("engine")):

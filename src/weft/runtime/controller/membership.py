@@ -1,6 +1,6 @@
-"""Who has joined a controller: members, those that are gone, and rounds of opening transports. State without a socket.
+"""A controller's members, those that are gone, and rounds of opening transports. State without a socket.
 
-A round begins when everybody is there: all open the transports that were chosen for their links and report what can be
+A round begins when all members have joined: all open the transports chosen for their links and report what can be
 written. What was opened in an earlier round does not count.
 """
 
@@ -25,9 +25,9 @@ Side = Literal["trainer", "engine"]
 MAX_CLOCK_STEP_NS = 86_400 * 10**9
 """How far the clocks of two controllers may differ."""
 MAX_NICS = 16
-"""Of one member, that are shown."""
+"""Maximum NICs shown per member."""
 MAX_NAMED = 4
-"""Members that are named where many are meant."""
+"""Maximum members named in a list."""
 
 
 @dataclass(slots=True)
@@ -35,7 +35,7 @@ class Member:
     """One process."""
 
     connection: str
-    """Names the process behind the member: one that was replaced is told apart from its successor."""
+    """Identifies the process behind the member: a replaced process is told apart from its successor."""
     join: Join
     incarnation: int
     last_heard: float
@@ -43,7 +43,7 @@ class Member:
     blocked: str = ""
     """Why it cannot open, where it has to wait."""
     transports: dict[int, str] = field(default_factory=dict)
-    """What it uses in this round towards each rank of the other side."""
+    """The transport it uses in this round for each rank of the other side."""
 
 
 class Membership:
@@ -54,9 +54,9 @@ class Membership:
         self.ranks_per_engine = ranks_per_engine
         self.members: dict[MemberId, Member] = {}
         self.lost: dict[MemberId, str] = {}
-        """Members that are gone, and how; until they join again."""
+        """Members that are gone, and why; until they join again."""
         self.round = secrets.randbits(40)
-        """Rounds of different controllers have different numbers: what was meant for another is not confused."""
+        """Rounds of different controllers have different numbers, so their messages are not confused."""
         self._newest: dict[MemberId, int] = {}
         self._open: dict[str, set[int]] = {side: set() for side in self.num}
         """Ranks that have opened in this round."""
@@ -67,22 +67,22 @@ class Membership:
         if named is None or named.side not in self.num:
             return f"`{member}` is neither a trainer nor an engine"
         count = self.num[named.side]
-        return None if named.rank < count else f"{member} does not fit: the {named.side} ranks are 0 to {count - 1}"
+        return None if named.rank < count else f"{member} is out of range: the {named.side} ranks are 0 to {count - 1}"
 
     def incarnation_of(self, join: Join) -> int:
-        """What a process is called: when it was made, by this clock, unless a controller has called it before.
+        """A process's number: when it was created, by this clock, unless a controller has numbered it before.
 
-        Raises ProtocolError if a newer process of its rank is known: one that was stopped for a while, and replaced,
-        does not replace its successor.
+        Raises ProtocolError if a newer process of its rank is known: a process that was stopped for a while and
+        replaced must not replace its successor.
         """
         now = time.time_ns()
         number = join.incarnation or max(now - int(join.age_s * 1e9), 1)
         if number > now + MAX_CLOCK_STEP_NS:
-            raise ProtocolError(f"{join.member} claims incarnation {number}, which lies in the future")
+            raise ProtocolError(f"{join.member} claims incarnation {number}, which is in the future")
         newest = self._newest.get(join.member, 0)
         if number < newest:
             raise ProtocolError(
-                f"a newer process has joined as {join.member}", hint="end this one: every rank is one process"
+                f"a newer process has joined as {join.member}", hint="end this one: each rank must be one process"
             )
         return number
 
@@ -113,12 +113,12 @@ class Membership:
         return known
 
     def remove_all(self) -> None:
-        """Everybody has to go."""
+        """Remove all members."""
         self.members.clear()
         self._open = {side: set() for side in self.num}
 
     def begin_round(self) -> None:
-        """What was opened so far does not count any more."""
+        """What was opened so far no longer counts."""
         self.round += 1
         self._open = {side: set() for side in self.num}
 
@@ -140,12 +140,12 @@ class Membership:
 
     @property
     def is_complete(self) -> bool:
-        """Whether everybody is there."""
+        """Whether all members have joined."""
         return len(self.members) == sum(self.num.values())
 
     @property
     def has_opened(self) -> bool:
-        """Whether everybody is there and has opened transports in this round."""
+        """Whether all members have joined and have opened transports in this round."""
         return all(len(self._open[side]) == count for side, count in self.num.items())
 
     def joins(self, side: Side) -> dict[int, Join]:
@@ -159,7 +159,7 @@ class Membership:
         return {known.join.rank: known.opened for known in mine if known.opened is not None}
 
     def open_ranks(self, side: Side) -> set[int]:
-        """Ranks that are there and open in this round."""
+        """Ranks that are present and open in this round."""
         return self._open[side]
 
     def ranks_of(self, engine: int) -> range:
@@ -167,7 +167,7 @@ class Membership:
         return range(engine * self.ranks_per_engine, (engine + 1) * self.ranks_per_engine)
 
     def live_engines(self) -> list[int]:
-        """Engines of which every rank is there and open."""
+        """Engines of which every rank is present and open."""
         present = self.open_ranks("engine")
         engines = range(self.num["engine"] // self.ranks_per_engine)
         return [engine for engine in engines if present.issuperset(self.ranks_of(engine))]
@@ -179,7 +179,7 @@ class Membership:
         return {member: seconds for member, seconds in silent.items() if seconds > silence_s}
 
     def hosts(self) -> list[str]:
-        """One line for each host: who is there, and which RDMA cards they see."""
+        """One line for each host: its members, and which RDMA cards they see."""
         by_host: dict[str, list[Join]] = {}
         for join in (*self.joins("trainer").values(), *self.joins("engine").values()):
             by_host.setdefault(join.place.host, []).append(join)
@@ -200,7 +200,7 @@ class Membership:
 
     @property
     def obstacle(self) -> str:
-        """What the round waits for, of members; empty where everybody is there and has opened."""
+        """What the round needs from members; empty if all have joined and opened."""
         if self.has_opened:
             return ""
         members = [MemberId(side, rank) for side, count in self.num.items() for rank in range(count)]

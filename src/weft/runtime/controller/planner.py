@@ -1,12 +1,12 @@
-"""Planning beside the controller's loop, which goes on answering members.
+"""Planning on a thread of its own, while the controller's loop keeps answering members.
 
-    consumes      what members said when they joined, and what they have opened
-    produces      Planned; later every member's part, and Shipped behind the last
+    consumes      what members reported when they joined, and what they have opened
+    produces      Planned; later every member's part, and Shipped after the last
     waits for     something to do                             unblocked by   `plan`, `ship`, `close`
 
-One thread works on one job at a time. Results wait until the loop takes them; those of a job that was given up, because
-a member came or went, are never seen. A plan is kept: members that return with the same weights at the same place get
-their old parts, and nothing is planned.
+One thread works on one job at a time. Results wait until the loop takes them; those of a job that was given up because
+a member joined or left are discarded. A plan is kept: members that return with the same weights in the same place get
+their old parts, and nothing is planned again.
 
     planner = Planner(planning, settings, ranks_per_engine=8, wake=server.wake)
     planner.plan(trainers, engines)         # returns at once
@@ -83,7 +83,7 @@ class Planner:
         self._jobs: queue.SimpleQueue[tuple[int, Iterator[Result]] | None] = queue.SimpleQueue()
         self._results: queue.SimpleQueue[tuple[int, Result]] = queue.SimpleQueue()
         self._number = 0
-        """Of the job whose results count."""
+        """Number of the job whose results count."""
         self._what, self._began = "", 0.0
         self._kept: tuple[bytes, Planned] | None = None
         self.num_plans = 0
@@ -98,20 +98,20 @@ class Planner:
 
     @property
     def status(self) -> str:
-        """What is being done, and for how long; empty where nothing is."""
+        """What is being done, and for how long; empty if nothing is."""
         return f"{self._what}, {time.monotonic() - self._began:.0f} s so far" if self._what else ""
 
     def plan(self, trainers: Mapping[int, Join], engines: Mapping[int, Join]) -> None:
-        """Plan for these members: a Planned, or what is wrong."""
+        """Plan for these members; the result is a Planned, or an error."""
         num_shards = sum(len(join.held.table) for side in (trainers, engines) for join in side.values())
         self._begin(f"planning: {num_shards:,} shards", self._plan((trainers, engines)))
 
     def ship(self, parts: MemberPlans, trainers: Mapping[int, Opened], engines: Mapping[int, Opened]) -> None:
-        """Make the parts of all members, which have opened this."""
+        """Make the parts of all members, from what they have opened."""
         self._begin(f"cutting the plan for {len(trainers) + len(engines)} members", _ship(parts, trainers, engines))
 
     def give_up(self) -> None:
-        """Nobody waits for the job under way any more."""
+        """Discard the job under way."""
         self._number += 1
         self._what = ""
 
@@ -152,7 +152,7 @@ class Planner:
             self._wake()
 
     def _plan(self, joins: Joins) -> Iterator[Result]:
-        """One Planned: that of the last time, if members are the same."""
+        """One Planned: the previous one if the members are the same."""
         key = _fingerprint(joins)
         if self._kept is not None and self._kept[0] == key:
             yield self._kept[1]
@@ -171,8 +171,8 @@ class Planner:
 
 @contextlib.contextmanager
 def _uncollected() -> Iterator[None]:
-    """Without the cyclic garbage collector: it stops every thread for as long as it looks at a plan's many objects,
-    which took more than two seconds for a million shards. Planning makes hardly any cycles."""
+    """Without the cyclic garbage collector: it stops every thread while it scans a plan's many objects, which took
+    more than two seconds for a million shards. Planning makes hardly any cycles."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -183,18 +183,18 @@ def _uncollected() -> Iterator[None]:
 
 
 def _next(job: Iterator[Result]) -> Result | None:
-    """What a job comes to next; errors are results."""
+    """The next result of a job; errors are results."""
     try:
         return next(job, None)
     except WeftError as error:
         return error
-    except Exception as error:  # a defect of ours: whoever reported last is not to blame
-        log.exception("a defect while planning")
+    except Exception as error:  # a bug in weft: no member is to blame
+        log.exception("internal error while planning")
         return PlanError(f"{type(error).__name__} while planning: {error}")
 
 
 def _ship(parts: MemberPlans, trainers: Mapping[int, Opened], engines: Mapping[int, Opened]) -> Iterator[Result]:
-    """Parts in the order of ranks; engines first, which must know what comes."""
+    """Parts in rank order; engines first, because they must know what comes."""
     for rank in engines:
         yield MemberPart(member=MemberId.engine(rank), message=parts.receive_plan(rank, trainers))
     for rank in trainers:

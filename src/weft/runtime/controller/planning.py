@@ -1,4 +1,4 @@
-"""How a controller comes to a plan: it makes one, by a policy over a topology, or follows one that was saved."""
+"""How a controller gets a plan: it makes one, from a policy and a topology, or follows a saved one."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ DEFAULT_TOPOLOGY = "h100-ib400"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Planning:
-    """What was asked for when the controller was started; wrong names and files are errors then."""
+    """What was requested when the controller was started; unknown names and bad files are errors at that point."""
 
     policy: Policy
     cluster: Cluster
@@ -44,16 +44,16 @@ class Planning:
         plan: Plan | Path | str | None,
         transfer: TransferSettings,
     ) -> Planning:
-        """Checks and loads what was given; None: the default."""
+        """Check and load what was given; None: the default."""
         if plan is not None and (policy is not None or topology is not None or ignore):
             raise ConfigError(
-                "a saved plan together with `policy`, `topology` or `ignore`",
-                hint="the plan says all of it: give them to `weft plan`",
+                "a saved plan cannot be combined with `policy`, `topology` or `ignore`",
+                hint="the plan fixes all three: pass them to `weft plan` instead",
             )
         if isinstance(policy, CommitPolicy):
             raise ConfigError(
-                f"`policy` is the commit policy `{policy}`, expected who sends",
-                hint=f"give it as `commit_policy`; policies: {', '.join(Policy)}",
+                f"`policy` is the commit policy `{policy}`, expected a sending policy",
+                hint=f"pass it as `commit_policy`; sending policies: {', '.join(Policy)}",
             )
         saved = _saved_plan(plan)
         if saved is not None:
@@ -68,7 +68,7 @@ class Planning:
         )
 
     def check_members(self, *, num_trainers: int, num_engine_ranks: int, ranks_per_engine: int) -> None:
-        """Raise if the saved plan is for other numbers of members."""
+        """Raise if the saved plan is for different numbers of members."""
         if self.saved is None:
             return
         recipe = self.saved.recipe
@@ -87,7 +87,7 @@ class Planning:
     def plan(
         self, trainers: Mapping[int, Join], engines: Mapping[int, Join], *, ranks_per_engine: int
     ) -> tuple[Plan, str]:
-        """The plan between the members that joined, and its digest: that of the file, where there is one."""
+        """The plan between the members that joined, and its digest: the file's, if there is one."""
         if self.saved is not None:
             return follow_plan(self.saved, trainers, engines, ranks_per_engine=ranks_per_engine), self.saved_digest
         plan = plan_members(
@@ -102,7 +102,7 @@ class Planning:
         return plan, plan_file.digest(plan)
 
     def _settings(self, device: str) -> Settings:
-        """What a plan for engines with weights on this device says of Chunks."""
+        """The Chunk settings of a plan for engines with weights on this device."""
         return Settings(
             chunk_bytes=self.transfer.chunk_bytes_on(device),
             min_write_bytes=self.transfer.min_write_bytes,
@@ -115,12 +115,12 @@ def _members(num_trainers: int, num_engine_ranks: int, ranks_per_engine: int) ->
 
 
 def _check_settings(saved: Plan, transfer: TransferSettings) -> None:
-    """Raise if a setting differs from the saved plan's: the plan says how large Chunks are and what is packed."""
+    """Raise if a setting differs from the saved plan's: the plan fixes how large Chunks are and what is packed."""
     for name in ("chunk_bytes", "min_write_bytes"):
         given, planned = getattr(transfer, name), getattr(saved.settings, name)
         if given and given != planned:
             raise ConfigError(
-                f"{name} is {given}, the saved plan has {planned}", hint=f"leave {name} out, or plan anew"
+                f"{name} is {given}, but the saved plan has {planned}", hint=f"leave {name} out, or make a new plan"
             )
 
 
@@ -128,7 +128,7 @@ def _saved_plan(plan: Plan | Path | str | None) -> Plan | None:
     if isinstance(plan, str | Path):
         return plan_file.load(Path(plan))
     if plan is not None and not isinstance(plan, Plan):
-        raise ConfigError(f"`plan` is a {type(plan).__name__}", hint="give the path of a saved plan, or a weft.Plan")
+        raise ConfigError(f"`plan` is a {type(plan).__name__}", hint="pass the path of a saved plan, or a weft.Plan")
     return plan
 
 
@@ -136,6 +136,6 @@ def _cluster(topology: Cluster | Path | str) -> Cluster:
     if isinstance(topology, str | Path):
         return load_topology(str(topology))
     if not isinstance(topology, Cluster):
-        hint = "a preset, a path to a .toml file, or what `weft.load_topology` gives"
+        hint = "pass a preset, a path to a .toml file, or what `weft.load_topology` returns"
         raise ConfigError(f"`topology` is a {type(topology).__name__}", hint=hint)
     return topology

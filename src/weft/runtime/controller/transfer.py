@@ -1,4 +1,4 @@
-"""The version a controller lets be written, or that waits to be committed everywhere: who has done what."""
+"""The version that is being written, or waits to be committed everywhere: which member has done what."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Transfer:
     engines: set[int]
     """Engine ranks that take part."""
     unpaused: set[int]
-    """Engine ranks that must pause before anyone may write."""
+    """Engine ranks that must pause before any trainer may write."""
     pause_deadline: float
     waiting: set[int] = field(default_factory=set)
     """Trainers that want to write and were not told to go."""
@@ -32,9 +32,9 @@ class Transfer:
     """Trainers that have written all they owe."""
     parts: list[WriteReport] = field(default_factory=list)
     magnitude_bytes: int = 0
-    """What trainers told each other to agree on FP8 scales."""
+    """Bytes trainers exchanged to agree on FP8 scales."""
     whole: set[int] = field(default_factory=set)
-    """Engine ranks that patches are not enough for: they get the version whole, in a second round."""
+    """Engine ranks for which patches do not suffice: they get the version whole, in a second round."""
     is_second_round: bool = False
     dropped: set[int] = field(default_factory=set)
     """Engine ranks that were lost, or belong to an engine of which one was."""
@@ -45,11 +45,11 @@ class Transfer:
     is_decided: bool = False
     is_commit: bool = False
     aborted: Decision | None = None
-    """An abort that engines have not heard of, because writers have not said yet whether they wrote anything."""
+    """An abort that engines have not heard of, because writers have not yet said whether they wrote anything."""
     abort_deadline: float = 0.0
 
     def begin_second_round(self, *, deadline: float, pauses: bool) -> None:
-        """Everybody writes once more, to the engine ranks that need the version whole; those may have to pause."""
+        """All trainers write once more, to the engine ranks that need the version whole; those may have to pause."""
         self.is_second_round, self.deadline = True, deadline
         self.whole &= self.engines
         self.parts = [part for part in self.parts if part.engine not in self.whole]
@@ -58,7 +58,7 @@ class Transfer:
             self.unpaused, self.has_bytes = set(self.whole), False
 
     def drop(self, ranks: Iterable[int]) -> None:
-        """Engine ranks take part no longer: nobody waits for them, or is told to write to them."""
+        """Engine ranks no longer take part: they are not waited for, and no trainer is told to write to them."""
         self.dropped.update(ranks)
         self.unpaused -= self.dropped
 
@@ -69,12 +69,12 @@ class Transfer:
 
     @property
     def takers(self) -> set[int]:
-        """Those that are still there."""
+        """Those that still take part."""
         return self.asked - self.dropped
 
     @property
     def wire_bytes(self) -> int:
-        """What trainers sent for it."""
+        """Bytes trainers sent for it."""
         return sum(part.num_bytes for part in self.parts)
 
     def lateness(self, *, num_trainers: int, version_s: float) -> str:
@@ -85,7 +85,7 @@ class Transfer:
         return f"{late}, waiting for {', '.join(waits) or 'engines to verify it'}"
 
     def is_sent_whole(self, owed: NDArray[np.int64]) -> bool:
-        """Whether writers say that they have sent every byte of a matrix [trainer, engine], to those that take part."""
+        """Whether writers report every byte of a matrix [trainer, engine] as sent, to those that take part."""
         sent = np.zeros_like(owed)
         for part in self.parts:
             sent[part.trainer, part.engine] = part.num_bytes

@@ -1,1 +1,1 @@
-"""An engine's side: where versions land, how they are verified and become visible."""
+"""The engine's side: where versions land, how they are verified and become visible."""

@@ -1,7 +1,7 @@
 """Following one version as it lands: what has arrived from each trainer, and its digest.
 
 Bytes of one trainer are counted in the order of its Chunks, so a receiver can digest the first ones while the rest is
-on its way. What is wrong is known by trainer.
+still in flight. Errors are attributed to the trainer.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ _MASK = (1 << 64) - 1
 
 @dataclass(slots=True)
 class _Progress:
-    """How far one trainer's bytes have come in."""
+    """How much of one trainer's bytes has arrived."""
 
     link: ArrivingLink
     chunk: int = 0
-    """Chunks that were taken in."""
+    """Chunks that were processed."""
     done: int = 0
     digest: int = 0
 
     @property
     def is_whole(self) -> bool:
-        """Whether all bytes are here."""
+        """Whether all bytes have arrived."""
         return self.chunk == len(self.link.chunks)
 
 
 def spare_core() -> bool:
-    """Whether a processor core is idle, as far as the kernel tells: digesting early must not slow those who write."""
+    """Whether a CPU core is idle, according to the kernel: digesting early must not slow the writers down."""
     try:
         with open("/proc/loadavg") as file:
             num_running = int(file.read().split()[3].partition("/")[0])
@@ -47,7 +47,7 @@ def spare_core() -> bool:
 
 
 class Arrivals:
-    """One version on its way to one engine rank."""
+    """One version in transit to one engine rank."""
 
     def __init__(
         self,
@@ -59,14 +59,14 @@ class Arrivals:
         *,
         tag: int,
     ) -> None:
-        """`tag`: what its bytes are counted under."""
+        """`tag`: the tag its bytes are counted under."""
         self.version, self._tag = version, tag
         self._transports, self._work, self._digest = transports, work, digest
         self._progress = [_Progress(link) for link in links]
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that have arrived and were digested."""
+        """Bytes that have arrived and have been digested."""
         return sum(progress.done for progress in self._progress)
 
     @property
@@ -76,11 +76,11 @@ class Arrivals:
 
     @property
     def is_whole(self) -> bool:
-        """Whether all bytes are here."""
+        """Whether all bytes have arrived."""
         return all(progress.is_whole for progress in self._progress)
 
     def follow(self) -> bool:
-        """Take in, from every trainer, the next Chunk that has landed; returns whether there was any."""
+        """Process, from every trainer, the next Chunk that has landed; returns whether there was any."""
         moved = False
         for progress in self._progress:
             link = progress.link
@@ -99,7 +99,7 @@ class Arrivals:
         return moved
 
     def _take(self, chunk: ArrivingChunk) -> int:
-        """Digest a Chunk, if that is wanted, and drain it, if it lies in a window; returns the digest."""
+        """Digest a Chunk, if required, and drain it, if it lies in a window; returns the digest."""
         is_digested = self._digest is DigestPolicy.ON
         if not chunk.is_drained:
             return self._work.digest_planes(chunk.planes) if is_digested else 0
@@ -114,7 +114,7 @@ class Arrivals:
         return any(progress.link.has_window for progress in self._progress)
 
     def check(self, parts: Sequence[WriteReport]) -> None:
-        """Compare with what trainers say they sent; raises IntegrityError naming those that differ."""
+        """Compare with what trainers report as sent; raises IntegrityError naming those that differ."""
         sent = {part.trainer: part for part in parts}
         wrong = []
         for progress in self._progress:

@@ -1,9 +1,9 @@
-"""Who may still write into the memory an engine rank has offered.
+"""Which trainers may still write into the memory an engine rank has offered.
 
 Memory is offered to *incarnations* of trainers. It is reused only when each of them has joined the present round, which
-it does only while it is not writing, or provably cannot write any more: the controller saw it stop, its process has
-ended, or closing the transport cuts it off. The engine remembers this itself, so that a restarted controller, which
-knows nothing of the writers before it, changes nothing.
+it does only while it is not writing, or provably can no longer write: the controller saw it stop, its process has
+ended, or closing the transport cuts it off. The engine remembers this itself, so a restarted controller, which knows
+nothing of earlier writers, makes no difference.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from weft.transport.registry import Place, is_cut_by_closing
 
 
 class Exposure:
-    """The writers one engine rank has offered its memory to, and has not seen the end of."""
+    """The writers one engine rank has offered its memory to, and whose end is not known."""
 
     def __init__(self, here: Place) -> None:
-        """`here`: where the engine rank is."""
+        """`here`: the place of the engine rank."""
         self._here = here
         self._writers: dict[tuple[int, int], Writer] = {}
         self._newest: dict[int, int] = {}
@@ -32,7 +32,7 @@ class Exposure:
             self._newest[writer.rank] = max(self._newest.get(writer.rank, 0), writer.incarnation)
 
     def revoke(self, incarnations: Collection[int]) -> None:
-        """These may write without being told to: nothing they say of themselves counts."""
+        """These may write without being told to: nothing they report about themselves counts."""
         self._revoked |= {key[1] for key in self._writers} & set(incarnations)
 
     def forget_all(self) -> None:
@@ -45,7 +45,7 @@ class Exposure:
         return [Offered(rank=rank, incarnation=number) for rank, number in sorted(self._newest.items())]
 
     def unsettled(self, present: Iterable[Writer], settled: Collection[int]) -> tuple[Writer, ...]:
-        """Those that could still be writing, when `present` are the trainers of a new round."""
+        """Writers that could still be writing, when `present` are the trainers of a new round."""
         joined = {(writer.rank, writer.incarnation) for writer in present}
         self._writers = {
             key: writer
@@ -55,7 +55,7 @@ class Exposure:
         return self.alive()
 
     def alive(self) -> tuple[Writer, ...]:
-        """Those whose end is not known; what was closed because of the revoked ones must be made anew in any case."""
+        """Writers whose end is not known; what was closed because of revoked ones must be made again in any case."""
         self._writers = {
             key: writer
             for key, writer in self._writers.items()
@@ -64,7 +64,7 @@ class Exposure:
         return tuple(self._writers.values())
 
     def beyond_reach(self, writers: Iterable[Writer], *, moved: bool) -> tuple[Writer, ...]:
-        """Those that closing transports does not keep out of the live weights; `moved`: these get other memory."""
+        """Writers that closing transports does not keep out of the live weights; `moved`: these get new memory."""
         by_moving = {"shm"} if moved else set()
         return tuple(
             writer
@@ -74,11 +74,11 @@ class Exposure:
 
 
 def has_ended(writer: Writer, here: Place) -> bool:
-    """Whether a writer's process is known to be gone; those of other hosts are not known."""
+    """Whether a writer's process is known to be gone; processes of other hosts never are."""
     same = (writer.place.host, writer.place.container) == (here.host, here.container)
     return same and process_has_ended(writer.process)
 
 
 def named(writers: Sequence[Writer]) -> str:
-    """Writers as messages call them."""
+    """Writers by name, for messages."""
     return ", ".join(f"trainer {writer.rank} (process {writer.process.pid})" for writer in writers)

@@ -1,7 +1,7 @@
-"""Following the expected version on an engine rank: from its first byte to the report that it is here, or why not.
+"""Following the expected version on an engine rank: from its first byte to the report that it has arrived, or why not.
 
-consumes      bytes and patches that land; what trainers say they have sent (Verify)
-produces      Ready or Failed; drained windows, digests, patches applied where the mode wants them
+consumes      bytes and patches that land; what trainers report as sent (Verify)
+produces      Ready or Failed; drained windows, digests, patches applied where the mode requires
 waits for     nothing: `look` is called again and again
 """
 
@@ -26,14 +26,14 @@ FOLLOW_S = 0.001
 BUSY_S = 0.01
 """The same when all cores are busy, perhaps with writing."""
 ARRIVING_S = 0.00005
-"""The same when everything was sent: the last bytes, or their announcement, come any moment."""
+"""The same when everything was sent: the last bytes, or their announcement, are about to arrive."""
 
 
 class Look(NamedTuple):
-    """What a look at the expected version has brought."""
+    """The result of a look at the expected version."""
 
     again_s: float | None
-    """In how many seconds to look again; None for whenever something was heard."""
+    """Seconds until the next look; None: at the next message."""
     report: Ready | Failed | None = None
 
 
@@ -43,13 +43,13 @@ class Following:
     def __init__(self, member: str, device: str, transports: OpenTransports, work: DeviceWork) -> None:
         self._device, self._transports, self._work = device, transports, work
         self.settings = TransferSettings()
-        """The controller's."""
+        """The controller's settings."""
         self.landing: Landing | None = None
         """What comes, and where it belongs, as the plan says."""
         self._intake = PatchIntake(member, device)
         self._arrivals: Arrivals | None = None
         self._parts: list[WriteReport] | None = None
-        """What trainers have sent, once they have."""
+        """What trainers have sent, once they have reported it."""
         self._deadline = 0.0
         self._as_patches, self._tag = False, 0
 
@@ -70,7 +70,7 @@ class Following:
         return Arrivals(version, links, self._transports, self._work, self.settings.digest, tag=self._tag)
 
     def sent(self, version: int, parts: list[WriteReport]) -> Failed | None:
-        """All trainers have written; how long patches are is known now."""
+        """All trainers have written; the sizes of patches are known now."""
         try:
             if self._as_patches and self.landing is not None:
                 self._arrivals = self._arriving(version, self._intake.arriving(parts))
@@ -81,7 +81,7 @@ class Following:
         return None
 
     def look(self, mode: Mode, base: int | None) -> Look:
-        """Take in what has landed; verify when all of it is here. `base`: the version patches are applied to."""
+        """Process what has landed; verify when all of it has arrived. `base`: the version patches are applied to."""
         arrivals = self._arrivals
         if arrivals is None:
             return Look(None)
@@ -96,7 +96,7 @@ class Following:
         return Look(None, Ready(version=arrivals.version))
 
     def _look(self, arrivals: Arrivals, mode: Mode, base: int | None) -> float | None:
-        """Everything was sent: when to look again; None if it is here, and sound."""
+        """Everything was sent: when to look again; None if it has arrived and is valid."""
         assert self._parts is not None
         moved = arrivals.follow()
         if arrivals.is_whole:
@@ -114,7 +114,7 @@ class Following:
         return ARRIVING_S
 
     def _look_early(self, arrivals: Arrivals) -> float | None:
-        """Digest what has landed while the rest is on its way, if nobody needs the processor more."""
+        """Digest what has landed while the rest is in flight, if the CPU is not needed elsewhere."""
         if arrivals.has_windows:
             return 0.0 if arrivals.follow() else ARRIVING_S
         if self.settings.digest is DigestPolicy.OFF:
@@ -126,7 +126,7 @@ class Following:
         return None if arrivals.is_whole else FOLLOW_S
 
     def count(self) -> int | None:
-        """Without a digest: take in what was counted as arrived; returns the version if it is whole."""
+        """Without a digest: process what was counted as arrived; returns the version if it is complete."""
         arrivals = self._arrivals
         if arrivals is None or self.settings.digest is DigestPolicy.ON:
             return None
@@ -139,11 +139,11 @@ class Following:
         self._intake.end_old(self.settings.silence_s)
 
     def stop(self) -> None:
-        """Nothing is followed any more."""
+        """Stop following."""
         self._arrivals, self._parts = None, None
 
     def close(self) -> None:
-        """End its thread."""
+        """Stop its thread."""
         self._intake.close()
         self.stop()
         self.landing = None

@@ -1,4 +1,4 @@
-"""The patches of one version on an engine rank: whether they are sound, and where they go."""
+"""The patches of one version on an engine rank: whether they are valid, and where they go."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from weft.runtime.receive.landing import ArrivingChunk, ArrivingLink, PatchedLin
 
 
 def arriving_patches(link: PatchedLink, sizes: Sequence[int]) -> ArrivingLink:
-    """The bytes of one version's patches, from the bytes of each. Raises CodecError for sizes that cannot be."""
+    """The bytes of one version's patches, from the size of each. Raises CodecError for impossible sizes."""
     is_sane = len(sizes) == len(link.chunks) and min(sizes, default=1) > 0 and sum(sizes) <= link.num_bytes
     if not is_sane or not link.has_room(sizes):
         raise CodecError(
-            f"trainer {link.trainer} sent {len(sizes)} patches of {list(sizes)[:8]} bytes for {len(link.chunks)} "
-            f"chunks, and memory of {link.num_bytes}"
+            f"trainer {link.trainer} sent {len(sizes)} patches of {list(sizes)[:8]} bytes, expected one for each of "
+            f"{len(link.chunks)} chunks, in {link.num_bytes} bytes of memory"
         )
     slot = np.array(link.slots(sizes), dtype=np.uint64)
     none = np.zeros_like(slot)
@@ -39,7 +39,7 @@ def arriving_patches(link: PatchedLink, sizes: Sequence[int]) -> ArrivingLink:
 
 
 class Patches:
-    """The patches of one version, whole and verified."""
+    """The patches of one version, complete and verified."""
 
     def __init__(
         self,
@@ -63,24 +63,24 @@ class Patches:
     def _open(
         trainer: int, chunk: PatchPlace, at: int, num_bytes: int, compressed: bool
     ) -> tuple[int, int, Bytes | None]:
-        """Where a Chunk's patches are, unpacked: address, bytes, and what keeps them."""
+        """Where a Chunk's patches are, unpacked: address, bytes, and the object that keeps them alive."""
         if not compressed:
             return at, num_bytes, None
         try:
             patches = chunk.layout.decompress(memory_view(at, num_bytes))
         except CodecError as error:
-            raise CodecError(f"trainer {trainer} sent {error}", hint=error.hint) from error
+            raise CodecError(f"patch from trainer {trainer} rejected: {error}", hint=error.hint) from error
         return int(patches.ctypes.data), len(patches), patches
 
     def check(self, *, base: int | None) -> None:
-        """Raise CodecError, naming the trainer, unless all are sound and made from what is here."""
+        """Raise CodecError, naming the trainer, unless all are valid and based on what is held here."""
         for trainer, chunk, address, num_bytes, _ in self._all:
             try:
                 self._patcher.check(chunk.layout, address, num_bytes, base=base, version=self.version)
             except CodecError as error:
-                raise CodecError(f"trainer {trainer} sent {error}", hint=error.hint) from error
+                raise CodecError(f"patch from trainer {trainer} rejected: {error}", hint=error.hint) from error
 
     def apply(self) -> None:
-        """Change the weights where they belong."""
+        """Apply the changes to the weights."""
         for _, chunk, address, num_bytes, _ in self._all:
             self._patcher.apply(chunk.layout, address, num_bytes, chunk.rows)

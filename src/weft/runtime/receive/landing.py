@@ -1,7 +1,7 @@
-"""What comes to an engine rank and where it belongs: compiled from its part of the plan, for all versions.
+"""What an engine rank receives and where it belongs: compiled from its part of the plan, for all versions.
 
-In mode `shadow` versions land in stream order beside the live weights, and a commit scatters them; elsewhere they land
-where they belong.
+In mode `shadow` versions land in stream order beside the live weights, and a commit scatters them; in other modes they
+land where they belong.
 """
 
 from __future__ import annotations
@@ -38,20 +38,20 @@ class ArrivingChunk:
     num_bytes: int
     """Bytes that arrive."""
     planes: Planes
-    """What is digested, and drained where that is to be done."""
+    """What is digested, and drained where required."""
     is_drained: bool = False
-    """Whether it lies in a window and is copied to where it belongs."""
+    """Whether it lies in a window and is copied from there to where it belongs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ArrivingLink:
-    """What comes from one trainer in a version: Chunks, in the order in which they are written."""
+    """What one trainer sends in a version: Chunks, in the order in which they are written."""
 
     trainer: int
     transport: str
     chunks: tuple[ArrivingChunk, ...]
     is_ordered: bool
-    """Whether bytes are counted in this order; otherwise nothing is known before all are here."""
+    """Whether bytes are counted in this order; otherwise nothing is known before all have arrived."""
 
     @property
     def total(self) -> int:
@@ -74,7 +74,7 @@ class PatchPlace:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PatchedLink:
-    """What comes from one trainer as patches, one behind the other."""
+    """What one trainer sends as patches, one after the other."""
 
     trainer: int
     transport: str
@@ -84,11 +84,11 @@ class PatchedLink:
     chunks: tuple[PatchPlace, ...]
 
     def has_room(self, sizes: Sequence[int]) -> bool:
-        """Whether patches of so many bytes lie in the memory for them."""
+        """Whether patches of these sizes fit into the memory for them."""
         return not sizes or self.slots(sizes)[-1] + sizes[-1] <= self.address + self.num_bytes
 
     def slots(self, sizes: Sequence[int]) -> list[int]:
-        """Where the patches of a version are, from the bytes of each."""
+        """Where the patches of a version are, from the size of each."""
         taken = aligned(np.array(sizes, dtype=np.int64), PATCH_ALIGN)
         return (self.address + np.cumsum(taken) - taken).tolist()
 
@@ -105,7 +105,7 @@ class Landing:
         window: Memory | None = None,
         patches: Memory | None = None,
     ) -> None:
-        """`landing`: where streams land; None: in the live weights, or in a window. `patches`: where patches do."""
+        """`landing`: where streams land; None: in the live weights, or in a window. `patches`: where patches land."""
         self._keep = landing, window, patches
         self._scratch = own_memory(weights.device, SCRATCH_BYTES)
         self._bounce, live, bounces = _straight_addresses(weights)
@@ -115,7 +115,7 @@ class Landing:
         """What is followed, of versions that are sent whole."""
         self.patched: list[PatchedLink] = []
         self.unreachable = ""
-        """Why a trainer that waits for credits cannot be given any."""
+        """Why credits cannot be returned to a trainer that waits for them."""
         tables: list[Planes] = []
         streams: dict[tuple[object, ...], LinkStream] = {}
         for source in sources:
@@ -129,7 +129,7 @@ class Landing:
             if patches is not None:
                 self.patched.append(self._patched(source, stream, at, patches.address + source.patches))
         self.steps: tuple[Planes, ...] = ()
-        """What makes a staged version visible, one after the other; nothing where it is in its place already."""
+        """The steps that make a staged version visible, in order; none if it is already in place."""
         if landing is not None:
             self.steps = (joined(tables), *([joined(bounces)] if bounces else []))
 
@@ -164,7 +164,7 @@ class Landing:
 def _arriving(
     source: TrainerSource, stream: LinkStream, landed: Sequence[Planes], drained: Sequence[Planes]
 ) -> ArrivingLink:
-    """What comes straight is digested where it is; what comes in a window, when it is drained."""
+    """What lands directly is digested in place; what lands in a window, when it is drained."""
     sizes = stream.chunk_wire_bytes.tolist()
     straight = landed[: stream.num_straight] if drained else landed
     chunks = [ArrivingChunk(num_bytes=size, planes=planes) for size, planes in zip(sizes, straight, strict=False)]
@@ -188,12 +188,12 @@ def check_contiguous(weights: Weights) -> None:
             f"{held.tensor.name}: extent {list(held.extent)}, strides {list(held.strides)}" for held in strided
         )
         raise LayoutError(
-            "weights that are not contiguous cannot be written in place", problems=problems, hint="shadow"
+            "weights that are not contiguous cannot be written in place", problems=problems, hint="use mode shadow"
         )
 
 
 def _straight_addresses(weights: Weights) -> tuple[Memory | None, Int64s, list[Planes]]:
-    """Addresses at which every shard is row-major: its own, or memory beside it, with the copies from there."""
+    """Addresses at which every shard is row-major: its own, or separate memory, with the copies from there."""
     live, held = weights.addresses.copy(), weights.table
     strided = np.flatnonzero(~held.is_contiguous)
     if not len(strided):

@@ -1,7 +1,7 @@
 """How versions reach the live weights of an engine rank: one strategy for each mode.
 
 shadow      land beside the live weights, patches are applied there; a commit copies
-in_place    land in the live weights, or pass a window, while the engine stands still
+in_place    land in the live weights, or pass through a window, while the engine stands still
 patch       patches wait beside the live weights and a commit applies them; whole versions are in place
 """
 
@@ -20,18 +20,18 @@ from weft.runtime.receive.reachable import ReachableMemory
 
 
 class Mode(abc.ABC):
-    """What differs from mode to mode."""
+    """What differs between modes."""
 
     def __init__(self, work: DeviceWork) -> None:
         self._work = work
         self._steps: tuple[Planes, ...] = ()
 
     def plan(self, steps: Sequence[Planes]) -> None:
-        """What makes a staged version visible, one after the other, from now on."""
+        """The steps that make a staged version visible, in order, from now on."""
         self._steps = tuple(steps)
 
     def reserve(self, memory: ReachableMemory, opening: Open) -> bool:
-        """Make the memory ready that trainers write; False where only the engine's thread may."""
+        """Prepare the memory that trainers write; False if only the engine's thread may do that."""
         memory.land_in_live(window_bytes=opening.landing_bytes)
         return True
 
@@ -41,15 +41,15 @@ class Mode(abc.ABC):
 
     @abc.abstractmethod
     def forget(self) -> None:
-        """What is staged is of no use any more: it was aborted, is overwritten, or its memory is given up."""
+        """What is staged is no longer valid: it was aborted, is overwritten, or its memory is given up."""
 
     @abc.abstractmethod
     def take(self, patches: Patches, base: int | None) -> None:
-        """Sound patches of the version `base` are here. Not on the engine's thread."""
+        """Valid patches of the version `base` have arrived. Not called on the engine's thread."""
 
     def make_visible(self, version: int, *, whole: bool) -> None:
-        """On the engine's thread: a version that was decided."""
-        raise IntegrityError(f"version {version} is visible before it is decided, in this mode")
+        """On the engine's thread: make a decided version visible."""
+        raise IntegrityError(f"version {version} is visible before it is decided in this mode")
 
 
 class Shadow(Mode):
@@ -61,7 +61,7 @@ class Shadow(Mode):
         """The version in staging memory."""
 
     def plan(self, steps: Sequence[Planes]) -> None:
-        """What is staged lies as the plan before wanted it."""
+        """What is staged is laid out for the previous plan."""
         super().plan(steps)
         self._staged = None
 
@@ -75,11 +75,11 @@ class Shadow(Mode):
         return False
 
     def forget(self) -> None:
-        """The copy is made anew for the next patches."""
+        """The copy is made again for the next patches."""
         self._staged = None
 
     def take(self, patches: Patches, base: int | None) -> None:
-        """Apply them to the copy; after an aborted version, or in new memory, it is made of the live weights first."""
+        """Apply them to the copy; after an aborted version, or in new memory, first make it from the live weights."""
         if self._staged != base or base is None:
             for step in reversed(self._steps):
                 self._work.copy_planes(step.back)
@@ -121,11 +121,11 @@ class Patch(Mode):
         self._checked: Patches | None = None
 
     def is_in_place(self, *, whole: bool) -> bool:
-        """Versions that come whole are."""
+        """Versions that are sent whole are."""
         return whole
 
     def forget(self) -> None:
-        """Patches that were not committed."""
+        """Drop patches that were not committed."""
         self._checked = None
 
     def take(self, patches: Patches, base: int | None) -> None:
@@ -136,7 +136,7 @@ class Patch(Mode):
         """Apply the patches."""
         patches, self._checked = self._checked, None
         if patches is None or patches.version != version:
-            raise IntegrityError(f"there is no patch to version {version}")
+            raise IntegrityError(f"no patch to version {version} is held")
         patches.apply()
 
 

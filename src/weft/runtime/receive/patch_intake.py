@@ -1,8 +1,8 @@
-"""Patches of a version, from their arrival to where the mode wants them.
+"""Patches of a version, from their arrival until they are handed to the mode.
 
 consumes      patches that have landed, and the version they change
 produces      patches that were checked, handed to the mode
-waits for     its own thread: opening and applying patches may take longer than a beat
+waits for     its own thread: opening and applying patches may take longer than a heartbeat
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class PatchIntake:
         self._links = list(links)
 
     def arriving(self, parts: Sequence[WriteReport]) -> list[ArrivingLink]:
-        """What is on its way; how long patches are is known when they were sent."""
+        """What is in flight; the sizes of patches are known once they were sent."""
         sent = {part.trainer: part.sizes for part in parts}
         return [arriving_patches(link, sent.get(link.trainer, [])) for link in self._links]
 
@@ -48,7 +48,7 @@ class PatchIntake:
     def took(
         self, version: int, parts: Sequence[WriteReport], mode: Mode, base: int | None, *, compressed: bool
     ) -> bool:
-        """Whether patches were dealt with, by the other thread. Raises its error."""
+        """Whether the other thread has processed the patches. Raises its error."""
         if self._taking is None:
             self._taking = self._worker.submit(self._take, version, parts, mode, base, compressed)
         if not self._taking.done():
@@ -58,11 +58,11 @@ class PatchIntake:
         return True
 
     def _take(self, version: int, parts: Sequence[WriteReport], mode: Mode, base: int | None, compressed: bool) -> None:
-        """Look whether patches fit, and let the mode have them."""
+        """Check the patches, and hand them to the mode."""
         patches = Patches(version, self._links, parts, self._patcher, compressed=compressed)
         patches.check(base=base)
         mode.take(patches, base)
 
     def close(self) -> None:
-        """End the thread."""
+        """Stop the thread."""
         self._worker.shutdown(wait=True)

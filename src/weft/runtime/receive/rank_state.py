@@ -1,9 +1,9 @@
 """The versions one engine rank knows, as a pure state machine: the one it serves, the one that comes, and where ranks
 of one engine meet to commit it.
 
-A version is *expected* when it is on its way, *ready* when it is here, whole and verified, and *pending* when the
-engine's thread should see to it: to make it visible, or, in place, to stand still while it is written (*paused*). What
-failed half-way in place leaves the rank *poisoned* until a version was served again.
+A version is *expected* when it is in transit, *ready* when it has arrived, complete and verified, and *pending* when
+the engine's thread should act on it: make it visible, or, in place, stand still while it is written (*paused*). An
+update that failed half-way in place leaves the rank *poisoned* until a version is served again.
 
     state = RankState()
     state.expect(7, whole=False)
@@ -23,12 +23,12 @@ from weft.runtime.control.messages import STEPS_AHEAD
 
 
 class Turn(enum.Enum):
-    """Whether the engine's thread may see to the pending version at its step."""
+    """Whether the engine's thread may act on the pending version at its step."""
 
     NOW = "now"
     NOT_YET = "not yet"
     UNKNOWN = "unknown"
-    """The other ranks have not said where they are, and this one may not go further."""
+    """The other ranks have not reported their steps, and this one may not go further."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,48 +38,48 @@ class Ending:
     version: int
     commit: bool
     torn: bool = False
-    """Whether something may have been written of a version that is not committed."""
+    """Whether parts of a version that is not committed may have been written."""
     reason: str = ""
 
 
 class RankState:
-    """What one engine rank knows of versions. Whoever has several threads protects it with a lock."""
+    """What one engine rank knows of versions. A caller with several threads protects it with a lock."""
 
     def __init__(self) -> None:
         self.served: int | None = None
         """The version that is visible, if any was committed."""
         self.poison: str | None = None
-        """Why the weights are neither the version that was served nor another."""
+        """Why the weights are neither the version that was served nor any other."""
         self.expected: int | None = None
         """The last version that was announced."""
         self.is_whole = False
-        """Whether it comes whole although patches are sent."""
+        """Whether it is sent whole although patches are in use."""
         self.is_under_way = False
-        """Whether it is not decided, as far as is known here."""
+        """Whether it is undecided, as far as is known here."""
         self.ready: int | None = None
         self.pending: int | None = None
         self.is_paused = False
-        """Whether writers were let in."""
+        """Whether writers may write."""
         self.ending: Ending | None = None
         """How the last update in place ended, until the engine's thread has seen it."""
         self.step = 0
         self._fence: int | None = None
-        """The step this rank does not pass before it knows where to meet."""
+        """The step this rank does not pass until it knows where to meet."""
         self._boundary: int | None = None
 
     @property
     def holds(self) -> int | None:
-        """The version the weights are; None where they are torn, or not known."""
+        """The version of the weights; None if they are torn, or unknown."""
         return None if self.poison is not None else self.served
 
     def expect(self, version: int, *, whole: bool) -> bool:
-        """A version is coming; returns whether the engine stands still for it already."""
+        """A version is coming; returns whether the engine already stands still for it."""
         is_paused = self.expected == version and self.is_paused
         self.expected, self.is_whole, self.is_under_way, self.ready = version, whole, True, None
         return is_paused
 
     def hand_out(self, version: int, *, agrees: bool) -> int | None:
-        """The engine's thread should see to a version; returns the step to report where ranks agree on one."""
+        """The engine's thread should act on a version; returns the step to report if the ranks have to agree on one."""
         self.pending = version
         if not agrees:
             return None
@@ -88,12 +88,12 @@ class RankState:
 
     @property
     def step_to_repeat(self) -> int | None:
-        """The step that was reported and not answered."""
+        """The step that was reported but not answered."""
         waits = self.pending is not None and self._fence is not None and self._boundary is None
         return self._fence - STEPS_AHEAD if waits and self._fence is not None else None
 
     def meet_at(self, version: int, step: int) -> bool:
-        """The ranks of the engine have agreed; whether that is of interest."""
+        """The ranks of the engine have agreed; returns whether that matters here."""
         if self.pending != version:
             return False
         self._boundary = step
@@ -109,7 +109,7 @@ class RankState:
         self.step = self.step + 1 if step is None else step
 
     def may_commit(self) -> Turn:
-        """Whether this is the step at which the pending version is seen to."""
+        """Whether this is the step at which to act on the pending version."""
         if self.pending is None:
             return Turn.NOT_YET
         if self._boundary is not None:
@@ -119,11 +119,11 @@ class RankState:
         return Turn.NOT_YET if self.step < self._fence else Turn.UNKNOWN
 
     def pause(self) -> None:
-        """The engine stands still; writers may come."""
+        """The engine stands still; writers may write."""
         self.is_paused, self.ending = True, None
 
     def end_in_place(self, ending: Ending) -> bool:
-        """The pending update in place is over; whether it is served now. The next may come before anybody looks."""
+        """The pending update in place is over; returns whether it is served. The next may come before this is seen."""
         was_paused = self.is_paused
         if was_paused:
             self.ending = ending
@@ -134,12 +134,12 @@ class RankState:
         return False
 
     def see_ending(self) -> Ending | None:
-        """How the update in place ended; once."""
+        """How the update in place ended; returned once."""
         ending, self.ending = self.ending, None
         return ending
 
     def serve(self, version: int) -> None:
-        """A version is visible now. A rank that waited goes on where the others are."""
+        """A version is visible now. A rank that waited resumes at the step of the others."""
         self.served, self.poison = version, None
         if self._boundary is not None:
             self.step = max(self.step, self._boundary)

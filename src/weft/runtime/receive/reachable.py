@@ -1,4 +1,4 @@
-"""Memory of an engine rank that writers may reach: made, offered to them, and cut off from those that were lost."""
+"""Memory of an engine rank that writers may reach: created, offered to writers, and cut off from lost ones."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class ReachableMemory:
 
     @property
     def is_open(self) -> bool:
-        """Whether the live weights were moved where others can reach them, or offered where they are."""
+        """Whether the live weights were moved to where others can reach them, or offered where they are."""
         return self._is_offered
 
     @property
@@ -59,17 +59,17 @@ class ReachableMemory:
     def stage(self, num_bytes: int) -> None:
         """Let versions land beside the live weights."""
         if self.landing is None or self.landing.num_bytes < num_bytes:
-            self.landing = None  # the old one first: both may not fit
+            self.landing = None  # free the old one first: both may not fit
             self.landing = self._make(num_bytes)
 
     def _make(self, num_bytes: int) -> Memory:
-        """Memory that transports reach, of what was reserved if anything was."""
+        """Memory that transports reach, from the reservation if there is one."""
         if self._reservation is None:
             return self._transports.allocate(max(num_bytes, 1))
         return self._reservation.take(max(num_bytes, 1), self._transports.allocate)
 
     def land_in_live(self, *, window_bytes: int = 0, rehome: bool = False) -> None:
-        """Let versions land in the live weights, or in a window; `rehome` moves them where others can reach them."""
+        """Let versions land in the live weights, or in a window; `rehome` moves the weights where others reach them."""
         check_contiguous(self.weights)
         if window_bytes and (self.window is None or self.window.num_bytes < window_bytes):
             self.window = None
@@ -80,7 +80,7 @@ class ReachableMemory:
         self._is_offered = True
 
     def offer(self, number: int) -> Opened:
-        """What trainers need to know, in a round of opening."""
+        """What trainers need to know, in a round of opening transports."""
         beside = self.landing or self.window
         own = [(memory.address, memory.num_bytes) for memory in (beside, self.patches) if memory is not None]
         live = self.weights.addresses.astype(np.uint64) if self.is_live else np.zeros(0, dtype=np.uint64)
@@ -93,17 +93,18 @@ class ReachableMemory:
         )
 
     def close_transports(self, beyond_reach: Sequence[Writer]) -> None:
-        """Cut off every writer but these, which may still count in arrival cells: those are kept, and read no more."""
+        """Cut off every writer but these, which may still write to arrival cells: those are kept, but not read."""
         self._quarantine.append(_Quarantined(self._transports.close_all(), tuple(beyond_reach)))
 
     def give_up(self, beyond_reach: Sequence[Writer]) -> bool:
-        """Let go of the memory writers were offered; returns whether what was staged is lost with it.
+        """Release the memory that was offered to writers; returns whether what was staged is lost with it.
 
-        `beyond_reach`: those that could still write there. Without any, memory that cannot be given up stays in use.
+        `beyond_reach`: writers that could still write there. If there are none, memory that cannot be given up stays in
+        use.
         """
         writers = tuple(beyond_reach)
         if self.is_live:
-            self._is_offered = False  # registered anew, and moved where they can be
+            self._is_offered = False  # registered again, and moved if possible
             return False
         had_landing = self.landing is not None
         self.patches, self.window, self.landing = (
@@ -112,14 +113,14 @@ class ReachableMemory:
         return had_landing and self.landing is None
 
     def _given_up(self, memory: Memory | None, writers: tuple[Writer, ...]) -> Memory | None:
-        """What is left of some memory: itself, where it stays in use."""
+        """What is left of some memory: itself, if it stays in use."""
         if memory is None or not (memory.give_up() or writers):
             return memory
         self._quarantine.append(_Quarantined(memory, writers))
         return None
 
     def release_quarantine(self, has_ended: Callable[[Writer], bool]) -> None:
-        """Give back what no living writer can reach."""
+        """Free what no living writer can reach."""
         self._quarantine = [kept for kept in self._quarantine if not all(has_ended(w) for w in kept.writers)]
 
     @property
@@ -128,7 +129,7 @@ class ReachableMemory:
         return len(self._quarantine)
 
     def close(self, beyond_reach: Sequence[Writer]) -> None:
-        """Let go of everything; what these writers could still reach is never used for anything else."""
+        """Release everything; what these writers could still reach is never reused."""
         self.close_transports(beyond_reach)
         self.give_up(beyond_reach)
         if any(kept.writers for kept in self._quarantine):

@@ -1,4 +1,4 @@
-"""An engine rank's side: versions arrive beside generation, are verified, and become visible by `commit`.
+"""The engine rank's side: versions arrive while the engine generates, are verified, and become visible by `commit`.
 
     with Receiver("tcp://ctl:7070", rank=0, weights=weights) as receiver:
         while serving:
@@ -11,15 +11,15 @@ consumes      Open, CutOff, Expect, Verify, Boundary, Decide from the controller
 produces      Opened, Blocked, At, Paused, Ready, Failed, Committed
 waits for     in `commit` in place: the decision        unblocked by   Decide, a lost controller, a deadline
 
-Mode `shadow`: writers only ever touch staging memory, so nothing of the engine changes before `commit`, and a late
+Mode `shadow`: writers only ever touch staging memory, so nothing in the engine changes before `commit`, and a late
 write of an aborted version cannot reach live weights. Mode `in_place`: `poll` hands out the update before it is
-written; `commit` lets the writers into the live weights and returns when the version is whole, verified and decided. If
-that fails after writing began, the receiver is *poisoned*: the weights are neither the old nor the new version, and
-`version` raises until a whole version is committed.
+written; `commit` lets the writers into the live weights and returns when the version is complete, verified and decided.
+If that fails after writing began, the receiver is *poisoned*: the weights are neither the old nor the new version, and
+`version` raises until a complete version is committed.
 
-All ranks of one engine commit at the same step: they must call `poll` once per step, and equally often. When a version
-is decided each rank reports its step and promises not to go further than two steps without hearing the boundary, which
-lies beyond the step of the furthest.
+All ranks of one engine commit at the same step: each must call `poll` exactly once per step. When a version is decided,
+each rank reports its step and promises not to advance more than two steps without hearing the boundary, which lies
+beyond the step of the furthest rank.
 """
 
 from __future__ import annotations
@@ -80,14 +80,30 @@ class Update:
     def commit(self, timeout_s: float = 120.0) -> bool:
         """Make the version visible; the engine must not serve meanwhile.
 
-        False if an update in place was called off before anything was written. Raises IntegrityError if it failed
-        after that: the receiver is poisoned then.
+        Returns False if an update in place was called off before anything was written. Raises IntegrityError if it
+        failed after that: the receiver is then poisoned.
         """
         return self._receiver._commit(self.version, timeout_s)
 
 
 class Receiver:
-    """Joins the controller as an engine rank."""
+    """Joins the controller as an engine rank.
+
+    >>> import numpy as np
+    >>> import weft
+    >>> trained, served = np.ones(4, np.float32), np.zeros(4, np.float32)
+    >>> with (
+    ...     weft.Controller(num_trainers=1, num_engine_ranks=1) as controller,
+    ...     weft.Sender(controller.address, rank=0, weights=weft.Weights.from_arrays({"w": trained})) as sender,
+    ...     weft.Receiver(controller.address, rank=0, weights=weft.Weights.from_arrays({"w": served})) as receiver,
+    ... ):
+    ...     publication = sender.publish(version=1)      # in the trainer's process
+    ...     update = receiver.wait(60.0)                 # or `poll()` between two steps
+    ...     before = served.copy()                       # the update is staged and verified, not visible
+    ...     committed = update.commit()
+    >>> before.tolist(), served.tolist(), receiver.version
+    ([0.0, 0.0, 0.0, 0.0], [1.0, 1.0, 1.0, 1.0], 1)
+    """
 
     def __init__(
         self,
@@ -102,11 +118,11 @@ class Receiver:
     ) -> None:
         """`transport`: for tests; otherwise the controller chooses.
 
-        `security`: the keys to join with, `engine.key` by default. `reservation`: what versions may land in.
+        `security`: the keys to join with, `engine.key` by default. `reservation`: memory versions may land in.
 
-        `on_wanted` is for engines that have a driver, which lets all ranks commit together and does not call `poll` at
-        every step: it is called, on another thread, when the engine's thread should commit (with the version that is
-        there) or call `poll` (with None). Ranks do not agree on a step then.
+        `on_wanted` is for engines with a driver that lets all ranks commit together and does not call `poll` at every
+        step: it is called, on another thread, when the engine's thread should commit (with the version that is ready)
+        or call `poll` (with None). Ranks then do not agree on a step.
         """
         keys = client_keys(security, "engine")
         self._member, self._rank = f"engine {rank}", rank
@@ -120,24 +136,24 @@ class Receiver:
         self._exposure = Exposure(self._place)
         self._writers: list[Writer] = []  # trainers of the present round
         self._opening: Open | None = None
-        """What waits for lost writers, or for a commit."""
+        """A request to open that waits for lost writers, or for a commit."""
         self._next_look = 0.0
         self._blocked: tuple[int, str] | None = None
-        """What was said about waiting, in which round."""
+        """What was reported about waiting, and in which round."""
         self._work = self._device_work(weights.device)
         self._following = Following(self._member, weights.device, self._transports, self._work)
         self._mode: Mode = Shadow(self._work)
         self._changed = threading.Condition()
         self._state = RankState()
         self._is_idle = False
-        """Whether the engine's thread stands in `take`."""
+        """Whether the engine's thread is waiting in `take`."""
         self._pause_began = 0.0
         self.last_pause_s = 0.0
         """How long the engine had to stand still for the version it serves."""
         self._engine_task: Callable[[], None] | None = None
-        """Work on the engine's own tensors; done by the engine's thread, in `poll` or `wait`."""
+        """Work on the engine's own tensors, done by the engine's thread in `poll` or `wait`."""
         self._is_stalled = False
-        """Whether the controller waited for the engine's thread in vain; nothing is joined before that is back."""
+        """Whether the controller waited for the engine's thread in vain; the receiver rejoins only when it is back."""
         self._error: WeftError | None = None
         self._refusal: WeftError | None = None
         """Why there was no plan; `poll` and `wait` raise it once, and the receiver waits for other trainers."""
@@ -145,7 +161,7 @@ class Receiver:
         self._control.start()
 
     def _device_work(self, device: str) -> DeviceWork:
-        """Who copies and digests; rehearsals have weights that must not be touched."""
+        """What copies and digests; rehearsals have weights that must not be touched."""
         return device_work(device)
 
     @property
@@ -164,7 +180,7 @@ class Receiver:
 
     @property
     def decided_within_s(self) -> float:
-        """How long a version in place may take once the engine stands still, whatever happens to others."""
+        """How long a version in place may take once the engine stands still, whatever happens to other members."""
         return self._control.settings.version_s + 2 * self._control.settings.silence_s
 
     @property
@@ -175,7 +191,8 @@ class Receiver:
     def poll(self, *, step: int | None = None) -> Update | None:
         """A version that may be committed now, if there is one.
 
-        Raises if the receiver has failed; once if trainers and engines did not fit, and waits for other trainers then.
+        Raises if the receiver has failed; raises once if trainers and engines did not match, then waits for other
+        trainers.
 
         Never waits, except where other ranks of the same engine must agree on the step and are far behind.
         `step` is the engine's own step number, where calls of `poll` do not count it.
@@ -190,7 +207,7 @@ class Receiver:
             return Update(self._state.pending, self)
 
     def wait(self, timeout_s: float = 60.0) -> Update:
-        """The next version; raises TransferTimeout. For engines that have nothing else to do: it counts as no step."""
+        """The next version; raises TransferTimeout. For engines with nothing else to do: this counts as no step."""
         deadline = time.monotonic() + timeout_s
         with self._changed:
             self._do_engine_task()
@@ -203,9 +220,9 @@ class Receiver:
             return Update(self._state.pending, self)
 
     def take(self, timeout_s: float = 60.0) -> int:
-        """Wait for the next version and serve it; for engines that stand still until it is there.
+        """Wait for the next version and serve it; for engines that stand still until it arrives.
 
-        In place writers need not wait for the engine's thread: it is known to be here. Raises as `wait` and `commit`.
+        In place, writers need not wait for the engine's thread: it is known to be here. Raises as `wait` and `commit`.
         """
         if self._control.settings.mode is not ReceiverMode.IN_PLACE:
             update = self.wait(timeout_s)
@@ -241,7 +258,7 @@ class Receiver:
     def _late(self, timeout_s: float) -> TransferTimeout:
         obstacle = self._control.obstacle()
         why = f": {obstacle}" if obstacle is not None else ""
-        return TransferTimeout(f"{self._member} got no version in {timeout_s:.1f} s{why}")
+        return TransferTimeout(f"{self._member} received no version in {timeout_s:.1f} s{why}")
 
     def _is_there(self) -> bool:
         """Whether `wait` is over. In place a rank that waits may pause before its engine has agreed on a step."""
@@ -298,11 +315,11 @@ class Receiver:
         return True
 
     def _make_visible(self, version: int) -> None:
-        """With the lock held. What stops half-way leaves torn weights."""
+        """With the lock held. An interruption half-way leaves torn weights."""
         try:
             self._mode.make_visible(version, whole=self._state.is_whole)
         except BaseException:
-            self._state.poison = f"version {version} was not made visible to its end"
+            self._state.poison = f"version {version} was only partly made visible"
             raise
 
     def _serve(self, version: int) -> None:
@@ -316,12 +333,12 @@ class Receiver:
         self._control.post(Committed(version=version))
 
     def _receive_in_place(self, version: int, timeout_s: float) -> bool:
-        """With the lock held: let the writers in and wait for the end; False if nothing was written."""
+        """With the lock held: let the writers write and wait for the end; False if nothing was written."""
         self._pause(version)
         return self._see_end(version, timeout_s)
 
     def _pause(self, version: int) -> None:
-        """With the lock held: the engine stands still, writers may come."""
+        """With the lock held: the engine stands still, writers may write."""
         self._exposure.offer(self._writers)
         self._state.pause()
         self._pause_began = time.monotonic()
@@ -329,7 +346,7 @@ class Receiver:
         self._control.post(Paused(version=version))
 
     def _see_end(self, version: int, timeout_s: float) -> bool:
-        """With the lock held: wait until the version is whole and decided; False if nothing was written."""
+        """With the lock held: wait until the version is complete and decided; False if nothing was written."""
         settled = self._changed.wait_for(lambda: self._state.ending is not None or self._error is not None, timeout_s)
         ending = self._state.see_ending()
         if ending is not None and ending.commit:
@@ -370,7 +387,7 @@ class Receiver:
         )
 
     def _stall(self, error: WeftError) -> None:
-        """The controller has waited in vain: ask for the engine's thread."""
+        """The controller has waited in vain: request the engine's thread."""
         self._stop_coming(error, torn=False)
         with self._changed:
             self._is_stalled = True
@@ -438,7 +455,7 @@ class Receiver:
                 if source.endpoint is not None:
                     self._transports[source.transport].connect(source.endpoint, [])
             except TransportError as error:  # no reason to leave: the next plan may be without that trainer
-                landing.unreachable = f"trainer {source.trainer} cannot be given credits: {error}"
+                landing.unreachable = f"credits cannot be returned to trainer {source.trainer}: {error}"
         self._following.plan(landing)
         self._mode.plan(landing.steps)
 
@@ -448,7 +465,7 @@ class Receiver:
         if message is None:
             return
         if self._state.pending is not None and not self._is_in_place:
-            return  # what was decided lies as the old plan wants it: it is committed first
+            return  # what was decided is laid out for the old plan: it is committed first
         unsettled = self._exposure.unsettled(message.writers, message.settled)
         if (unsettled or message.abandoned) and not self._keep_out(unsettled):
             return
@@ -459,7 +476,7 @@ class Receiver:
                 if isinstance(error, OutOfReserve):
                     raise self._too_large(error) from error
                 raise
-            self._block(f"there is no memory to land in while a lost writer could still use the old one: {error}")
+            self._block(f"no memory to land in while a lost writer can still reach the old memory: {error}")
 
     def _too_large(self, error: OutOfReserve) -> ConfigError:
         mode = self._control.settings.mode
@@ -468,7 +485,7 @@ class Receiver:
         return ConfigError(f"{self._member} in mode {mode}: {error}", hint=hint)
 
     def _keep_out(self, unsettled: Sequence[Writer]) -> bool:
-        """Take memory out of the reach of lost writers; False where that has to wait."""
+        """Take memory out of the reach of lost writers; False if that has to wait."""
         can_move = self._memory.weights.rehome is not None
         beyond = self._exposure.beyond_reach(unsettled, moved=self._memory.is_live and can_move)
         if beyond and self._memory.is_live:
@@ -497,7 +514,7 @@ class Receiver:
             self._state.poison = reason
 
     def _cut(self, incarnations: set[int]) -> None:
-        """Some trainers have lost their right to write: close everything now, and open anew in the next round."""
+        """Some trainers have lost their right to write: close everything now, and open again in the next round."""
         revoked = [writer for writer in self._writers if writer.incarnation in incarnations]
         if not revoked:
             return
@@ -507,12 +524,12 @@ class Receiver:
         self._memory.close_transports(self._exposure.beyond_reach(revoked, moved=False))
 
     def _forget_coming(self) -> None:
-        """What is staged, or on its way, is overwritten from now on."""
+        """What is staged or in flight is overwritten from now on."""
         self._following.stop()
         self._following.landing, self._state.ready = None, None
 
     def _open(self, message: Open) -> None:
-        """Open transports and make the memory that will be written ready."""
+        """Open transports and prepare the memory that will be written."""
         settings = self._control.settings
         self._transports.open(message.transports, settings)
         self._transports.forget_arrivals()
@@ -533,7 +550,7 @@ class Receiver:
         self._opening = None
 
     def _offer(self, number: int) -> None:
-        """From now on a trainer may write at any time: the controller need not be heard again for that."""
+        """From now on a trainer may write at any time, without another message from the controller."""
         self._exposure.offer(self._writers)
         self._control.post(self._memory.offer(number))
 
@@ -568,7 +585,7 @@ class Receiver:
             step = self._state.hand_out(version, agrees=self._counts_steps and self._control.ranks_per_engine > 1)
             if step is not None:
                 self._control.post(At(version=version, step=step))
-            self._on_wanted(version)  # before anybody who waits can commit it
+            self._on_wanted(version)  # before a waiting caller can commit it
             if self._is_idle:
                 self._pause(version)
             else:
@@ -577,7 +594,7 @@ class Receiver:
     def _decide(self, decision: Decide) -> None:
         self._state.is_under_way = False
         if decision.commit:
-            self._following.count()  # so that transports need not keep what nobody asked for
+            self._following.count()  # so that transports need not keep counts that are never read
         self._following.stop()
         self._state.ready = None
         if not self._is_in_place:
@@ -596,7 +613,7 @@ class Receiver:
                 self._control.post(Failed(version=decision.version, reason="it was given up before it was decided"))
 
     def _end_in_place(self, ending: Ending) -> None:
-        """With the lock held: whoever waits in `commit` goes on; an engine that has not paused need not."""
+        """With the lock held: wakes the thread that waits in `commit`; an engine that has not paused need not pause."""
         if self._state.is_paused:
             self._is_idle = False
         if self._state.end_in_place(ending):
@@ -608,7 +625,7 @@ class Receiver:
         self._changed.notify_all()
 
     def _idle(self) -> float | None:
-        """Look at writers that were lost, and at what has landed."""
+        """Check on lost writers, and on what has landed."""
         again_s = self._follow_version()
         if self._opening is None and not self._memory.num_quarantined:
             return again_s
@@ -619,7 +636,7 @@ class Receiver:
         return LOOK_S if again_s is None else min(again_s, LOOK_S)
 
     def _follow_version(self) -> float | None:
-        """Take in what has landed, and report."""
+        """Process what has landed, and report."""
         again_s, report = self._following.look(self._mode, self._state.holds)
         if report is not None:
             if isinstance(report, Ready):
@@ -632,24 +649,24 @@ class Receiver:
         self._stop_coming(error, torn=True)
 
     def _stop_coming(self, error: WeftError, *, torn: bool) -> None:
-        """What was on its way is not finished; what was decided stays."""
+        """What was in flight is not finished; what was decided stays."""
         version = self._following.count()
         if version is not None:
-            self._state.ready = version  # perhaps others were told to commit it
+            self._state.ready = version  # other ranks may have been told to commit it
         self._following.stop()
         with self._changed:
             if self._state.pending is not None and self._is_in_place:
                 self._end_in_place(Ending(version=self._state.pending, commit=False, torn=torn, reason=str(error)))
 
     def _refused(self, error: WeftError) -> None:
-        """Trainers and engines did not fit; the receiver joins again, and waits for other trainers."""
+        """Trainers and engines did not match; the receiver joins again, and waits for other trainers."""
         with self._changed:
             self._refusal = error
             self._changed.notify_all()
         self._on_wanted(None)
 
     def _failed(self, error: WeftError) -> None:
-        """The member cannot go on."""
+        """The member cannot continue."""
         with self._changed:
             self._error = self._error or error
             self._changed.notify_all()
@@ -663,7 +680,7 @@ class Receiver:
         return not self._state.is_under_way
 
     def close(self, reason: str = "") -> None:
-        """Leave. `reason`: what others are told who wait for this engine rank."""
+        """Leave. `reason`: told to members that wait for this engine rank."""
         self._control.leave(reason)
         self._control.close()
         self._following.close()

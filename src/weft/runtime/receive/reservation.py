@@ -5,7 +5,7 @@
     reservation.hold()                                  # when nothing is needed for a while
 
 What is set aside is held by a placeholder. It makes way for memory that transports allocate, and shrinks to what is
-left. So transports need not know of it, whatever memory they write into.
+left. So transports need not know about it, whatever memory they write into.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 
 
 class OutOfReserve(MemoryError):
-    """A plan needs more than was set aside: so many bytes in all."""
+    """A plan needs more than was set aside; `num_bytes` is what it needs in total."""
 
     def __init__(self, message: str, num_bytes: int) -> None:
         super().__init__(message)
@@ -32,14 +32,14 @@ class OutOfReserve(MemoryError):
 
 
 class _InUse:
-    """Memory that counts until it is given back, or nobody holds this."""
+    """Memory that counts as in use until it is given back or this object is gone."""
 
     def __init__(self, reservation: Reservation, num_bytes: int) -> None:
         self._reservation = reservation
         self._num_bytes = num_bytes
 
     def end(self) -> None:
-        """Count no longer; may be called again. Takes no lock: garbage is collected anywhere."""
+        """Stop counting; may be called again. Takes no lock: garbage collection can run anywhere."""
         num_bytes, self._num_bytes = self._num_bytes, 0
         self._reservation._in_use -= num_bytes
 
@@ -48,7 +48,7 @@ class _InUse:
 
 
 class Reservation:
-    """Of one engine rank; used by any thread."""
+    """One engine rank's reservation; may be used by any thread."""
 
     def __init__(self, device: str, num_bytes: int) -> None:
         self._device, self.num_bytes = device, num_bytes
@@ -59,16 +59,16 @@ class Reservation:
 
     @property
     def in_use(self) -> int:
-        """Bytes that were taken and not given back."""
+        """Bytes taken and not given back."""
         return self._in_use
 
     def hold(self) -> None:
-        """Hold what is not in use, as far as there is memory."""
+        """Hold what is not in use, as far as memory is available."""
         with self._lock:
             self._try_to_hold(self.num_bytes - self._in_use)
 
     def _try_to_hold(self, num_bytes: int) -> None:
-        """What is not in use may go: versions come first."""
+        """Failure is acceptable: memory that is not in use may go, versions come first."""
         try:
             self._hold(num_bytes)
         except (MemoryError, OSError, TransportError) as error:
@@ -86,7 +86,7 @@ class Reservation:
         self._placeholder = None
 
     def take(self, num_bytes: int, allocate: Callable[[int], Memory]) -> Memory:
-        """Memory for versions, counted until nobody holds it. Raises OutOfReserve with both figures."""
+        """Memory for versions, counted as long as it is held. Raises OutOfReserve with both figures."""
         with self._lock:
             left = self.num_bytes - self._in_use
             if num_bytes > left:
@@ -116,7 +116,7 @@ class Reservation:
 
     @contextlib.contextmanager
     def aside(self) -> Iterator[None]:
-        """Nothing is held inside: the weights themselves are moved, which takes as much for a moment."""
+        """Nothing is held inside this context: the weights themselves are moved, which briefly takes as much memory."""
         with self._lock:
             self._free_placeholder()
             try:
@@ -125,7 +125,7 @@ class Reservation:
                 self._try_to_hold(self.num_bytes - self._in_use)
 
     def close(self) -> None:
-        """Set nothing aside any more; nothing can be taken."""
+        """Stop setting memory aside; nothing can be taken."""
         with self._lock:
             self._free_placeholder()
             self.num_bytes = 0

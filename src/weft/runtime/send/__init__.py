@@ -1,1 +1,1 @@
-"""A trainer's side: publications, and how versions leave."""
+"""The trainer's side: publications, and how versions leave."""

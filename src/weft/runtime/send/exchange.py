@@ -1,13 +1,13 @@
-"""Trainers tell each other the largest magnitudes they found in FP8 blocks that lie on several of them.
+"""Trainers exchange the largest magnitudes they found in FP8 blocks that lie on several of them.
 
 consumes      magnitudes found here; what other trainers found
-produces      magnitudes for these; of each group the largest of all, for the version under way (`Job.agree`)
+produces      magnitudes for other trainers; for each group the overall largest, for the version under way (`Job.agree`)
 waits for     other trainers, on a thread of its own      unblocked by   the network, `found`, `close`
 
-Nothing of this passes the controller, which only says who connects to whom. An exchange belongs to one round: its
-server is gone in the next, and what was meant for another round is not heard. A connection that was cut costs nothing:
-both sides introduce themselves again, and repeat what they found so far. The one that connects does so until it is
-answered, for nobody else notices what it said in vain.
+None of this goes through the controller, which only says which trainer connects to which. An exchange belongs to one
+round: its server is gone in the next, and messages of other rounds are ignored. A cut connection costs nothing: both
+sides introduce themselves again, and repeat what they found so far. The side that connects repeats this until it is
+answered, because only it can notice that a message was lost.
 """
 
 from __future__ import annotations
@@ -48,19 +48,19 @@ from weft.runtime.send.magnitudes import CutBlocks, Finding, Sharing
 
 log = logging.getLogger(__name__)
 LOOK_S = 0.5
-"""How long the exchange waits for messages at a time."""
+"""How long the exchange waits for messages at once."""
 LINGER_S, CLOSE_S = 1.0, 10.0
-"""How long the last messages get to leave, and the exchange to end."""
+"""How long the last messages may take to leave, and the exchange to end."""
 MAX_AT_ONCE = 100
-"""Messages of one trainer that are heard before others have their turn."""
+"""Messages of one trainer that are handled before others get their turn."""
 AGAIN_S, MAX_AGAIN_S = 1.0, 30.0
-"""How long an introduction has to be answered before it is repeated: at first, and after many."""
+"""How long to wait for an answer before an introduction is repeated: at first, and after many."""
 Say = Callable[[Introduction | Magnitudes], None]
 """Sends to one trainer."""
 
 
 class _AskedTrainer:
-    """A trainer this one connects to: whether it has answered the last introduction."""
+    """A trainer this one connects to, and whether it has answered the last introduction."""
 
     def __init__(self, client: Client) -> None:
         self.client = client
@@ -69,22 +69,22 @@ class _AskedTrainer:
         self._is_answered = False
 
     def introduce(self, number: int, blocks: bytes) -> None:
-        """Say who this is; whatever was answered before does not count any more. `number`: of the round."""
+        """Introduce this trainer; earlier answers no longer count. `number`: of the round."""
         self._number += 1
         self._asked_at, self._is_answered = time.monotonic(), False
         self.client.send(Introduction(round=number, blocks=blocks, number=self._number))
 
     def answered(self, introduction: Introduction) -> None:
-        """The other has introduced itself."""
+        """The other trainer has introduced itself."""
         if introduction.number == self._number:
             self._is_answered, self._patience_s = True, AGAIN_S
 
     def is_back(self) -> None:
-        """The other can be reached: what it does not answer now is lost."""
+        """The other trainer can be reached again: what it does not answer now is lost."""
         self._patience_s = AGAIN_S
 
     def must_repeat(self) -> bool:
-        """Whether there is no answer for long; the patience grows, for the other may be out of reach."""
+        """Whether the answer is overdue; the wait grows, because the other trainer may be unreachable."""
         if self._is_answered or time.monotonic() - self._asked_at < self._patience_s:
             return False
         self._patience_s = min(2 * self._patience_s, MAX_AGAIN_S)
@@ -97,12 +97,12 @@ class Exchange:
     def __init__(
         self, member: str, asking: Sequence[Asking], *, controller: str, keys: ClientKeys | None, silence_s: float
     ) -> None:
-        """`asking`: who will connect. `controller`: its address; others reach this trainer on the same network."""
+        """`asking`: trainers that will connect. `controller`: its address; others use the same network."""
         self._member, self._keys, self._silence_s = member, keys, silence_s
         self._names = {other.trainer: f"trainer {other.trainer}" for other in asking}
-        """How trainers are named in errors."""
+        """Names of trainers in errors."""
         self._asked_at = time.monotonic()
-        """When those whose magnitudes are missing were last asked for them."""
+        """When trainers whose magnitudes are missing were last asked for them."""
         self._round = 0
         self._sharing = Sharing([], peers=())
         self._job: Job | None = None
@@ -129,7 +129,7 @@ class Exchange:
             f"tcp://[{host}]:*" if ":" in host else f"tcp://{host}:*",
             messages=BetweenTrainers,
             protocol=PROTOCOL,
-            objection=lambda member: None if member in names else f"{member} holds no blocks together with it",
+            objection=lambda member: None if member in names else f"{member} shares no FP8 blocks with it",
             keys=None if self._keys is None else ServerKeys(own=self._keys.own, allowed=_ring(asking)),
             context=self._context,
         )
@@ -142,7 +142,7 @@ class Exchange:
         return MagnitudeServer(address=self._server.address, key="" if self._keys is None else self._keys.own.public)
 
     def follow(self, number: int, blocks: Sequence[CutBlocks], holders: Sequence[Holder]) -> None:
-        """The plan of this round is here: connect to these. A plan that is compiled again changes nothing."""
+        """The plan of this round has arrived: connect to these. Compiling a plan again changes nothing."""
         if self._round:
             return
         peers = {*self._names, *(holder.trainer for holder in holders)}
@@ -182,21 +182,21 @@ class Exchange:
                 job.stop(self._error)
 
     def found(self, group: int, values: Floats) -> None:
-        """Magnitudes of a group's cut blocks, as far as they lie here."""
+        """Magnitudes of a group's cut blocks, from the parts held here."""
         with self._lock:
             self._sharing.found(group, values)
             self._agree([group])
         self._alarm.ring()
 
     def _agree(self, groups: Sequence[int]) -> None:
-        """With the lock held: hand on what is complete."""
+        """With the lock held: pass on what is complete."""
         for group in groups:
             agreed = self._sharing.agreed(group)
             if agreed is not None and self._job is not None and group not in self._job.agreed:
                 self._job.agree(group, agreed)
 
     def _obstacle(self) -> str:
-        """Whose magnitudes are missing; empty where none are."""
+        """Whose magnitudes are missing; empty if none are."""
         with self._lock:
             missing = ", ".join(self._names[trainer] for trainer in self._sharing.missing())
         return f"no magnitudes of FP8 blocks from {missing}; can trainers reach each other?" if missing else ""
@@ -223,7 +223,7 @@ class Exchange:
             self._tell()
         except WeftError as error:
             self._fail(error)
-        except Exception as error:  # a defect of ours: nobody looks at this thread
+        except Exception as error:  # a bug in weft: nothing else watches this thread
             self._fail(ProtocolError(f"{self._member}: {type(error).__name__} in the exchange of magnitudes: {error}"))
         finally:
             self._disconnect()
@@ -237,7 +237,7 @@ class Exchange:
                 self._job.stop(error)
 
     def _tell(self) -> None:
-        """Tell all trainers what they have to be told by now."""
+        """Send all trainers what is due."""
         for trainer, say in self._say.items():
             with self._lock:
                 due, job = self._sharing.due(trainer), self._job
@@ -248,8 +248,8 @@ class Exchange:
                 say(Magnitudes(round=self._round, version=version, group=group, is_final=is_final, values=values))
 
     def _ask_again(self) -> None:
-        """Introduce this trainer anew where there is no answer, and where magnitudes are missing for long: the other
-        may have forgotten it."""
+        """Introduce this trainer again to trainers that have not answered, and to those whose magnitudes have long been
+        missing: they may have forgotten it."""
         for asked in self._asked.values():
             if asked.must_repeat() and not asked.client.is_blocked:
                 self._introduce(asked)
@@ -276,17 +276,17 @@ class Exchange:
             server.forget(connection)  # its trainer introduces itself again when it misses something
 
     def _hear_client(self, server: Server, received: Received) -> None:
-        """A client whose messages are wrong is not heard any more, which costs its own version and no other."""
+        """A client that sends wrong messages is ignored from then on, which costs only its own version."""
         named = MemberId.parse(member_of(received.sender))
         try:
             if named is None or not isinstance(received.message, BetweenTrainers):
-                raise ProtocolError(f"{received.sender} sent something else than magnitudes")
+                raise ProtocolError(f"{received.sender} sent something other than magnitudes")
             self._learn(named.rank, received.message)
             if isinstance(received.message, Introduction) and received.message.round == self._round:
                 server.send(received.sender, self._answer(received.message))
                 self._say[named.rank] = lambda message: self._say_to(server, received.sender, message)
         except ProtocolError as error:
-            log.warning("%s does not listen to %s: %s", self._member, received.sender, error)
+            log.warning("%s ignores %s: %s", self._member, received.sender, error)
             server.forget(received.sender)
 
     def _answer(self, introduction: Introduction) -> Introduction:
@@ -294,7 +294,7 @@ class Exchange:
 
     @staticmethod
     def _say_to(server: Server, connection: str, message: Introduction | Magnitudes) -> None:
-        server.send(connection, message)  # one that is gone introduces itself again when it is back
+        server.send(connection, message)  # a trainer that is gone introduces itself again when it is back
 
     def _hear_server(self, trainer: int, asked: _AskedTrainer) -> None:
         client, num_before = asked.client, max(asked.client.num_connections, 1)
@@ -310,12 +310,12 @@ class Exchange:
             if isinstance(message, Introduction) and message.round == self._round:
                 asked.answered(message)
                 self._say[trainer] = client.send
-        if client.num_connections > num_before:  # it was cut: what was on its way may be lost
+        if client.num_connections > num_before:  # it was cut: what was in flight may be lost
             asked.is_back()
             self._introduce(asked)
 
     def _learn(self, trainer: int, message: Introduction | Magnitudes) -> None:
-        """What another trainer says. Raises ProtocolError."""
+        """Handle a message of another trainer. Raises ProtocolError."""
         if message.round != self._round:
             return
         with self._lock:
@@ -324,7 +324,7 @@ class Exchange:
                 self._agree(self._sharing.groups_found)
                 return
             if len(message.values) % 4:
-                raise ProtocolError(f"trainer {trainer} tells magnitudes in {len(message.values)} bytes")
+                raise ProtocolError(f"trainer {trainer} sent magnitudes of {len(message.values)} bytes")
             finding = Finding(message.version, message.group, message.is_final)
             self._sharing.told(trainer, finding, np.frombuffer(message.values, dtype="<f4"))
             self._agree([message.group])
@@ -335,7 +335,7 @@ class Exchange:
         self._context.term()
 
     def close(self) -> None:
-        """Hang up."""
+        """Disconnect."""
         self._stop.set()
         self._alarm.ring()
         if self._thread.ident is None:
@@ -347,7 +347,7 @@ class Exchange:
 
 
 def _ring(asking: Sequence[Asking]) -> KeyRing:
-    """The keys of those who will ask; several trainers may have one."""
+    """The keys of the trainers that will connect; several may share one."""
     ranks: dict[str, list[range]] = {}
     for other in asking:
         ranks.setdefault(other.key, []).append(range(other.trainer, other.trainer + 1))

@@ -1,4 +1,4 @@
-"""One version on its way out of a trainer: the links it takes, and what has come of it so far."""
+"""One version on its way out of a trainer: the links it takes, and its progress so far."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ class Link:
     direct: list[Parcel] = field(default_factory=list)
     """What goes straight from the weights: all at once, or some with every chunk, so that neither waits."""
     chunks: list[dict[int, Parcel]] = field(default_factory=list)
-    """What each chunk writes when it is sent whole, by its number: for each of the images that take turns."""
+    """What each chunk writes when it is sent whole, by its number: one for each of the alternating images."""
     patches: int = 0
-    """Where patches go, one behind the other."""
+    """Where patches go, one after the other."""
     needs: list[int] = field(default_factory=list)
     """With a window: bytes the engine rank must have drained before each chunk may be written."""
 
@@ -42,13 +42,13 @@ class Link:
 
     @property
     def has_chunks(self) -> bool:
-        """Whether anything changes on the way."""
+        """Whether anything is converted on the way."""
         return any(self.chunks)
 
 
 @dataclass(slots=True)
 class Sent:
-    """What one version has come to on one link."""
+    """The progress of one version on one link."""
 
     num_bytes: int = 0
     digest: int = 0
@@ -56,11 +56,11 @@ class Sent:
     """Bytes of the patch of each chunk, by its number."""
     loss: str = ""
     needs_whole: bool = False
-    """Whether patches are not enough, or not possible."""
+    """Whether patches do not suffice, or are not possible."""
 
     @property
     def sizes_in_order(self) -> list[int]:
-        """As receivers count chunks."""
+        """Sizes in the order in which receivers count chunks."""
         return [self.sizes[number] for number in sorted(self.sizes)]
 
 
@@ -74,7 +74,7 @@ class Chunk:
 
 
 class Job:
-    """One version on its way out; whoever gives it up calls `stop`."""
+    """One version on its way out; `stop` gives it up."""
 
     def __init__(self, go: Go, deadline: float, *, member: str, on_released: Callable[[], None]) -> None:
         self.go, self.deadline, self.on_released = go, deadline, on_released
@@ -82,9 +82,9 @@ class Job:
         self.tickets: list[Ticket] = []
         """Writes that were started."""
         self.agreed: dict[int, Floats] = {}
-        """Magnitudes of the cut blocks of each group, as all holders know them."""
+        """Magnitudes of the cut blocks of each group, as agreed between all holders."""
         self.magnitude_bytes = 0
-        """Magnitudes that were told to other trainers."""
+        """Bytes of magnitudes sent to other trainers."""
         self.peak_staging_bytes = 0
         self._lock = threading.Lock()
         self.has_written = False
@@ -94,7 +94,7 @@ class Job:
 
     @property
     def tag(self) -> int:
-        """What its bytes are counted under."""
+        """The tag its bytes are counted under."""
         return tag_of(self.go.version, whole=self.go.whole)
 
     def posted(self, tickets: list[Ticket], num_writes: int) -> None:

@@ -1,8 +1,8 @@
-"""The FP8 blocks a trainer shares with others, and what each of them found in these: state without a socket.
+"""The FP8 blocks a trainer shares with others, and what each of them found in these blocks: state without a socket.
 
 A block that shard borders cut has the largest magnitude any of its holders found. Two trainers introduce themselves
-with the blocks they have parts of, and then tell each other in every version what they found in those both have. Of
-matrices with a single scale one holder, the hub, collects what all others found, and tells them the largest.
+with the blocks they have parts of, and then tell each other in every version what they found in the blocks both have.
+For matrices with a single scale one holder, the hub, collects what all others found, and sends them the largest.
 
     sharing = Sharing(blocks, peers=[3])
     sharing.met(3, introduction)                         # trainer 3 has parts of these
@@ -31,7 +31,7 @@ from weft.runtime.control.columns import expand, squeeze
 
 Int64s = NDArray[np.int64]
 MAX_BLOCKS, MAX_NUMBERS = 1 << 40, 1 << 24
-"""Of a run of blocks, and of a table of runs."""
+"""Limits of a run of blocks, and of a table of runs."""
 
 
 class CutBlocks(NamedTuple):
@@ -40,21 +40,21 @@ class CutBlocks(NamedTuple):
     keys: Int64s
     """Numbers that all trainers know, sorted."""
     role: Int64s
-    """Who brings their magnitudes together."""
+    """Which trainer collects their magnitudes."""
 
 
 class Finding(NamedTuple):
-    """Names what a trainer tells another."""
+    """Identifies what a trainer tells another."""
 
     version: int
     group: int
     is_final: bool
-    """The largest of all, of blocks that are collected by the one that tells."""
+    """Whether it is the overall largest, for blocks that the sender collects."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _SharedBlocks:
-    """What two trainers have in common, from one side: of each group, which of the blocks here."""
+    """What two trainers have in common, seen from one side: for each group, which of the blocks here."""
 
     told_found: list[Int64s]
     told_final: list[Int64s]
@@ -62,33 +62,33 @@ class _SharedBlocks:
     heard_final: list[Int64s]
 
     def told(self, group: int, *, is_final: bool) -> Int64s:
-        """What is told to the other."""
+        """What is told to the other trainer."""
         return (self.told_final if is_final else self.told_found)[group]
 
     def heard(self, group: int, *, is_final: bool) -> Int64s:
-        """What the other tells."""
+        """What the other trainer tells."""
         return (self.heard_final if is_final else self.heard_found)[group]
 
 
 class Sharing:
-    """Of one trainer, in one plan."""
+    """One trainer's shared blocks, in one plan."""
 
     def __init__(self, blocks: Sequence[CutBlocks], *, peers: Collection[int]) -> None:
-        """`blocks`: of each group. `peers`: those that have to introduce themselves before anything is agreed."""
+        """`blocks`: of each group. `peers`: trainers that have to introduce themselves before anything is agreed."""
         self._blocks, self._peers = blocks, frozenset(peers)
         self._introductions: dict[int, bytes] = {}
         self._links: dict[int, _SharedBlocks] = {}
         self._expected: Counter[tuple[int, bool]] = Counter()
         """Trainers that tell something of a group."""
         self._arrived: Counter[tuple[int, bool]] = Counter()
-        """Those that have, in the version under way."""
+        """Trainers that have told it, in the version under way."""
         self._told: dict[int, dict[Finding, Floats]] = {}
-        """Of each trainer what it told of the last version it spoke of, which may be the next one here."""
+        """For each trainer, what it told of the latest version it reported, which may be the next one here."""
         self._due: dict[int, list[tuple[int, bool]]] = {}
         self.version = -1
         self._found: dict[int, Floats] = {}
         self._collected: dict[int, Floats] = {}
-        """Of each group the largest of what was found, once everything is there."""
+        """For each group, the largest of what was found, once it is complete."""
 
     @cached_property
     def introduction(self) -> bytes:
@@ -96,9 +96,9 @@ class Sharing:
         return _encoded(self._blocks)
 
     def met(self, peer: int, introduction: bytes) -> None:
-        """A trainer has parts of these. Said again, everything is told again. Raises ProtocolError."""
+        """A trainer has parts of these blocks. If repeated, everything is told again. Raises ProtocolError."""
         if self._introductions.get(peer, introduction) != introduction:
-            raise ProtocolError(f"trainer {peer} introduces itself again, with other blocks")
+            raise ProtocolError(f"trainer {peer} introduced itself again with different blocks")
         if peer not in self._links:
             self._meet_first(peer, introduction)
         self._due[peer] = [(group, False) for group in self._found]
@@ -111,12 +111,12 @@ class Sharing:
         for group in range(len(self._blocks)):
             for kind in (False, True):
                 self._expected[group, kind] += len(link.heard(group, is_final=kind)) > 0
-        for group in self._found:  # perhaps only this introduction was missing
+        for group in self._found:  # only this introduction may have been missing
             if self._has_all(group, is_final=False):
                 self._tell_all(group, is_final=True)
 
     def _link(self, theirs: _Runs) -> _SharedBlocks:
-        """What this trainer and another have in common. Two hubs of a matrix are like neighbours."""
+        """What this trainer and another have in common. Two hubs of a matrix are treated like neighbours."""
         parts: tuple[list[Int64s], ...] = ([], [], [], [])
         for keys, role in self._blocks:
             here, others = theirs.find(keys)
@@ -136,7 +136,7 @@ class Sharing:
         self._arrived = Counter((finding.group, finding.is_final) for finding in early)
 
     def found(self, group: int, values: Floats) -> None:
-        """What lies here of a group."""
+        """Magnitudes found here, in a group."""
         self._found[group] = values
         self._tell_all(group, is_final=False)
         if self._has_all(group, is_final=False):
@@ -152,7 +152,7 @@ class Sharing:
         return list(self._found)
 
     def due(self, peer: int) -> list[tuple[Finding, Floats]]:
-        """What a trainer has to be told since the last time."""
+        """What a trainer has to be told and was not told before."""
         due, self._due[peer] = self._due.get(peer, []), []
         link, found = self._links[peer], []
         for group, is_final in due:
@@ -167,7 +167,7 @@ class Sharing:
         link, (version, group, is_final) = self._links.get(peer), finding
         is_known = link is not None and 0 <= group < len(self._blocks)
         if link is None or not is_known or len(values) != len(link.heard(group, is_final=is_final)) or not len(values):
-            raise ProtocolError(f"trainer {peer} tells {len(values)} magnitudes of group {group}, not as planned")
+            raise ProtocolError(f"trainer {peer} sent {len(values)} magnitudes of group {group}, not as planned")
         told = self._told.setdefault(peer, {})
         newest = next(iter(told)).version if told else -1
         if version < newest or finding in told:
@@ -181,11 +181,11 @@ class Sharing:
                 self._tell_all(group, is_final=True)
 
     def _has_all(self, group: int, *, is_final: bool) -> bool:
-        """Whether all trainers have told what they found of a group, or collected."""
+        """Whether all trainers have told what they found, or collected, of a group."""
         return self._links.keys() >= self._peers and (self._arrived[group, is_final] >= self._expected[group, is_final])
 
     def _all_found(self, group: int) -> Floats:
-        """The largest of what was found of a group, here and elsewhere; everything is there."""
+        """The largest of what was found of a group, here and elsewhere; nothing is missing."""
         if group not in self._collected:
             self._collected[group] = self._raised(self._found[group], group, is_final=False)
         return self._collected[group]
@@ -220,7 +220,7 @@ class Sharing:
 
 
 def _encoded(blocks: Sequence[CutBlocks]) -> bytes:
-    """Blocks as runs of consecutive ones: those beside each other have consecutive numbers."""
+    """Blocks as runs of consecutive numbers: adjacent blocks have consecutive numbers."""
     none = np.zeros(0, dtype=np.int64)
     keys, role = (np.concatenate([none, *(group[column] for group in blocks)]) for column in (0, 1))
     order = np.argsort(keys, kind="stable")
@@ -232,7 +232,7 @@ def _encoded(blocks: Sequence[CutBlocks]) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class _Runs:
-    """Blocks of another trainer, as it names them: never more memory than the message has."""
+    """Blocks of another trainer, as runs: never takes more memory than the message."""
 
     first: Int64s
     count: Int64s
@@ -245,13 +245,13 @@ class _Runs:
         first, count, role = runs["first"], runs["count"], runs["role"]
         is_table = first.ndim == 1 and first.shape == count.shape == role.shape
         if not is_table or (count < 1).any() or (count > MAX_BLOCKS).any():
-            raise ProtocolError("a table of FP8 blocks has runs of impossible lengths")
+            raise ProtocolError("table of FP8 blocks has runs of impossible length")
         if (first < 0).any() or (first >= 1 << 62).any() or (first[1:] < first[:-1] + count[:-1]).any():
-            raise ProtocolError("a table of FP8 blocks names some of them twice, or impossible ones")
+            raise ProtocolError("table of FP8 blocks names blocks twice, or impossible ones")
         return cls(first, count, role)
 
     def find(self, keys: Int64s) -> tuple[Int64s, Int64s]:
-        """Which of these blocks the other has parts of, and who brings their magnitudes together, as it sees that."""
+        """Which of these blocks the other has parts of, and which trainer collects their magnitudes, as it sees it."""
         if not len(self.first):
             return np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64)
         run = np.maximum(np.searchsorted(self.first, keys, side="right") - 1, 0)

@@ -1,4 +1,4 @@
-"""Weights that are offloaded to host memory, and the copy of them on a device that everything is sent from.
+"""Weights that are offloaded to host memory, and their copy on a device, from which everything is sent.
 
 mirror = Mirror(weights, "cuda:0")
 mirror.weights                              # the same shards, as they lie on the device

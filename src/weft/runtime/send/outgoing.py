@@ -1,8 +1,8 @@
-"""What a trainer sends in Chunks to one engine rank, or alike to several: how they are filled, and what engines hold.
+"""Chunks a trainer sends to one engine rank, or identically to several: how they are filled, and what engines hold.
 
 A Chunk is an image of some boxes in the engine's layout and precision. Where versions are kept (patches, staging) every
-Chunk has memory of its own; with patches two images take turns: the second one becomes what the engines hold when the
-version is committed, and is written over when it is not.
+Chunk has memory of its own; with patches two images alternate: the second one becomes what the engines hold when the
+version is committed, and is overwritten when it is not.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Outgoing:
         self.layouts = stream.images()
         self._fills = stream.fills(source)
         self.ends = [fill.source_end for fill in self._fills]
-        """Behind the last byte of the weights a Chunk reads."""
+        """Address just past the last byte of the weights a Chunk reads."""
         self.groups = stream.chunks.group[stream.num_straight :].tolist()
         """The last group of matrices whose scales a Chunk needs; -1: none."""
         sizes = [layout.num_bytes for layout in self.layouts]
@@ -63,7 +63,7 @@ class Outgoing:
 
     @property
     def is_kept(self) -> bool:
-        """Whether Chunks have memory of their own, so that the weights are free as soon as these are filled."""
+        """Whether Chunks have memory of their own, so that the weights are free as soon as all Chunks are filled."""
         return bool(self.images)
 
     def address(self, chunk: int, image: int) -> int:
@@ -71,17 +71,17 @@ class Outgoing:
         return self.images[image].address + self._begins[chunk]
 
     def go_straight(self, fills: Sequence[ChunkFill]) -> None:
-        """Convert Chunks to where these say, which is the memory of an engine rank."""
+        """Convert Chunks to where `fills` says, in the memory of an engine rank."""
         self._fills, self.is_straight = list(fills), True
 
     def fill(self, chunk: int, address: int) -> Wait | None:
-        """Make a Chunk of the weights, or begin to: what is returned waits until it is there."""
+        """Make a Chunk from the weights, or start to: the returned function waits until it is done."""
         return self._converter.fill(self._fills[chunk], 0 if self.is_straight else address)
 
     def begin(self, version: int, engines_hold: Mapping[int, int | None], *, patch_room: int) -> set[int]:
-        """A new version; returns the engine ranks that get patches: those that hold the version that is kept here.
+        """Begin a version; returns the engine ranks that get patches: those that hold the version that is kept here.
 
-        All others need it whole, and so does everybody where an anchor is due.
+        All others need it whole, and so do all of them when an anchor is due.
         """
         self._filled, self._patch_bytes, self._patch_room = version, 0, patch_room
         self._since_anchor += 1
@@ -93,11 +93,11 @@ class Outgoing:
 
     @property
     def is_patched(self) -> bool:
-        """Whether patches are made, and fitted so far."""
+        """Whether patches are made, and have fitted so far."""
         return self._base is not None
 
     def reserve(self, num_bytes: int) -> int | None:
-        """Where a patch goes in the memory for patches; None, and no more are made, where it does not fit."""
+        """Where a patch goes in the memory for patches; None, and no more are made, if it does not fit."""
         at = self._patch_bytes
         if at + num_bytes > self._patch_room:
             self._base = None

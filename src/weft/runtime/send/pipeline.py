@@ -1,4 +1,4 @@
-"""Stages that overlap: each works through its items in order, on a thread of its own, as far as those before it are.
+"""Stages that overlap: each works through its items in order, on a thread of its own, as far as earlier stages allow.
 
     flow = Flow(deadline)
     room = Room(sizes, capacity)                                        # memory that items pass through in turn
@@ -7,8 +7,8 @@
         Stage("write", count, write, ready=flow.after("convert")),
     ])
 
-What stops one stage stops all, and the first error is the one that is raised. Nobody waits longer than the deadline.
-Memory is bounded by bytes: an item enters a room when those that lay in its place have left.
+What stops one stage stops all, and the first error is the one that is raised. No wait lasts longer than the deadline.
+Memory is bounded in bytes: an item enters a room when the previous items in its place have left.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Flow:
         self._began = time.monotonic()
         self.recorder = Recorder()
         self.obstacle: Callable[[], str] = lambda: ""
-        """What others have not done yet, for the error at the deadline."""
+        """What other members have not done yet, for the error at the deadline."""
 
     def after(self, stage: str) -> Callable[[int], bool]:
         """Whether an item has passed another stage."""
@@ -60,7 +60,7 @@ class Flow:
             self._changed.notify_all()
 
     def check(self) -> None:
-        """Raise what went wrong, if anything did."""
+        """Raise the first error, if there was one."""
         if self._error is not None:
             raise self._error
 
@@ -73,7 +73,7 @@ class Flow:
         if not met:
             why = self.obstacle()  # it may take locks of its own
             because = f": {why}" if why else ""
-            raise TransferTimeout(f"{self._member} still waits for {what} at the deadline{because}")
+            raise TransferTimeout(f"{self._member} is still waiting for {what} at the deadline{because}")
 
     def span(self, stage: str, start: float, end: float, num_bytes: int) -> None:
         """Record how long a stage was busy with an item."""
@@ -89,9 +89,9 @@ class Stage:
     name: str
     count: int
     work: Callable[[int], int]
-    """Returns the bytes it dealt with."""
+    """Returns the bytes it processed."""
     ready: Callable[[int], bool] = field(default=lambda _: True)
-    """Whether an item can be worked on; looked at when something has changed."""
+    """Whether an item can be worked on; checked when something has changed."""
     is_recorded: bool = True
     """Whether its spans are the time its work takes; otherwise it records them itself."""
 
@@ -103,7 +103,7 @@ class Stage:
                 self.work_on(flow, number)
         except WeftError as error:
             flow.stop(error)
-        except Exception as error:  # a defect of ours: nobody looks at this thread's result
+        except Exception as error:  # a bug in weft: nothing reads this thread's result
             flow.stop(ProtocolError(f"{type(error).__name__} in stage {self.name}: {error}"))
 
     def work_on(self, flow: Flow, number: int) -> None:
@@ -130,7 +130,7 @@ def run(flow: Flow, stages: Sequence[Stage]) -> None:
 
 
 def run_in_turn(flow: Flow, stages: Sequence[Stage]) -> None:
-    """The same work without any overlap: always what is furthest along and can go on. For those who measure."""
+    """The same work without overlap: always the item that is furthest along and can proceed. Used by benchmarks."""
     items = [0] * len(stages)
 
     def next_stage() -> int | None:
@@ -149,13 +149,16 @@ def run_in_turn(flow: Flow, stages: Sequence[Stage]) -> None:
 
 
 class Room:
-    """A ring of memory that chunks of known sizes pass through in turn, again and again."""
+    """A ring of memory that chunks of known sizes pass through in turn, repeatedly."""
 
     def __init__(self, sizes: Sequence[int], capacity: int) -> None:
         """Every chunk has its fixed place; `after[i]` is the last chunk that must have left before i may enter."""
         largest = max(sizes, default=0)
         if largest > capacity:
-            raise ConfigError(f"a chunk of {largest} bytes in staging memory of {capacity}", hint="more staging_bytes")
+            raise ConfigError(
+                f"chunk of {largest} bytes does not fit into {capacity} bytes of staging memory",
+                hint="raise staging_bytes",
+            )
         self.sizes = sizes
         self.at: list[int] = []
         self._after: list[int] = []
@@ -190,7 +193,7 @@ class Room:
         self.peak_bytes = max(self.peak_bytes, self.occupied_bytes)
 
     def leave(self, number: int) -> None:
-        """Chunks leave in their order."""
+        """Chunks leave in order."""
         self.occupied_bytes -= self.sizes[number]
         self.skip_to(number + 1)
 

@@ -1,4 +1,4 @@
-"""Starting writes of a version, and waiting for them: those of one transport together."""
+"""Starting writes of a version, and waiting for them; writes over one transport go together."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def post_all(program: SendProgram, job: Job, parcels: list[tuple[Link, Parcel]],
 
 
 def _post(transport: Transport[Any], parcels: list[Parcel], tag: int) -> list[Ticket]:
-    """Start writing what is of one kind, in one go."""
+    """Start writes of one kind together."""
     direct = [parcel for parcel in parcels if isinstance(parcel, DirectBatch)]
     if direct:
         assert isinstance(transport, MappedTransport)

@@ -1,4 +1,4 @@
-"""One trainer's part of a plan, made ready once for all versions: links, Chunks, and the memory they pass through."""
+"""One trainer's part of a plan, prepared once for all versions: links, Chunks, and the memory they pass through."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ Int64s = NDArray[np.int64]
 
 
 class SendProgram:
-    """What is sent, again and again. Chunks that are not kept pass through a ring of `staging_bytes`; so do patches."""
+    """What is sent for every version. Chunks that are not kept, and patches, pass through a ring of `staging_bytes`."""
 
     def __init__(
         self,
@@ -59,7 +59,7 @@ class SendProgram:
             if num_bytes:
                 self._ranges.add(address, num_bytes)
         self._read: dict[str, set[tuple[int, int]]] = {}
-        """Ranges of weights that each transport knows."""
+        """Ranges of weights registered with each transport."""
         self._source = weights.addresses
         grids = held_grids(plan.grids, weights)
         self.converter = converter_for(device, grids, allow_nonfinite=settings.allow_nonfinite)
@@ -67,7 +67,7 @@ class SendProgram:
         self.groups = [group for group in grids.groups if self.converter.looks_before(group)]
         """Groups of matrices whose magnitudes are found before Chunks are filled."""
         self.group_ends = grids.group_ends()
-        """Behind the last byte of the weights a group looks at."""
+        """Address just past the last byte of the weights a group reads."""
         self._outgoing: list[Outgoing] = []
         self._programs = _compile(plan.targets, is_digested=settings.digest is DigestPolicy.ON)
         self.links = [self._connect(program) for program in self._programs]
@@ -93,7 +93,7 @@ class SendProgram:
         return link
 
     def _register_read(self, transport: str, tables: Sequence[Planes]) -> None:
-        """Register the memory of weights that are read straight, as far as it is not."""
+        """Register the memory of weights that are sent without packing, where it is not yet registered."""
         if not tables:
             return
         address, num_bytes = joined(tables).src_spans
@@ -107,7 +107,7 @@ class SendProgram:
         self._registered += [(known_to, handle) for handle in known_to.register_sources(fresh)]
 
     def _parcel(self, link: Link, tables: Sequence[Planes]) -> Parcel:
-        """Something a link writes: planes, or rows where the transport takes descriptors."""
+        """Something a link writes: planes, or rows if the transport uses descriptors."""
         transport = self.transports[link.transport]
         if isinstance(transport, MappedTransport):
             return transport.prepare_direct(link.peer, tables)
@@ -132,7 +132,7 @@ class SendProgram:
         return sorted(chunks, key=lambda chunk: (chunk.outgoing.groups[chunk.number], chunk.number))
 
     def _go_straight(self, outgoing: Outgoing, link: Link, program: _LinkProgram) -> None:
-        """Convert into the engine's memory, where it is mapped and nothing reads what was converted once more."""
+        """Convert into the engine's memory, if it is mapped and nothing reads the converted bytes again."""
         transport = self.transports[link.transport]
         wanted = not outgoing.is_kept and program.position is None and not program.target.carriage.num_slots
         if not wanted or not isinstance(transport, MappedTransport):
@@ -178,7 +178,7 @@ class SendProgram:
                     link.obstacle = str(error)
 
     def _packed(self, link: Link, program: _LinkProgram, chunk: int, place: int) -> Parcel:
-        """What a packed Chunk writes: one piece, where it lands in stream order through a transport's own write."""
+        """What a packed Chunk writes: one piece, if it lands in stream order through a transport's own write."""
         if not place:
             payload = program.stream.chunks.payload[program.stream.num_straight + chunk]
             return DirectBatch(peer=link.peer, chunks=(), num_there=int(payload))
@@ -202,7 +202,7 @@ class SendProgram:
         return self._places(number)[self.chunks[number].outgoing.now]
 
     def _places(self, number: int) -> list[int]:
-        """Where a Chunk is filled, version after version in turn."""
+        """Where a Chunk is filled, alternating from version to version."""
         chunk = self.chunks[number]
         if chunk.outgoing.is_straight:
             return [0]
@@ -211,7 +211,7 @@ class SendProgram:
         return [self.staged(number)]
 
     def staged(self, number: int) -> int:
-        """Where a Chunk has its place in the ring."""
+        """A Chunk's place in the ring."""
         assert self.memory is not None
         return self.memory.address + self.room.at[number]
 
@@ -233,7 +233,7 @@ class SendProgram:
 
     def close(self) -> None:
         """Give back what was registered."""
-        for transport, handle in self._registered:  # perhaps one that was torn down meanwhile
+        for transport, handle in self._registered:  # the transport may have been torn down meanwhile
             transport.deregister(handle)
         self._registered = []
 
@@ -242,7 +242,7 @@ def _cut_blocks(plan: SendPlan, converter: Converter, num_grids: int) -> list[Cu
     """The blocks of each group that other trainers have parts of. Raises ProtocolError."""
     roles = expand(plan.roles, ["role"])["role"] if plan.roles else np.zeros(num_grids, dtype=np.int64)
     if roles.shape != (num_grids,):
-        raise ProtocolError(f"roles of {len(roles)} quantised matrices, there are {num_grids}")
+        raise ProtocolError(f"plan has roles for {len(roles)} quantised matrices, expected {num_grids}")
     return [CutBlocks(keys, roles[of]) for keys, of in zip(converter.keys, converter.cut_grids, strict=True)]
 
 
@@ -258,12 +258,12 @@ class _LinkProgram:
 
     @cached_property
     def parcels(self) -> list[Planes]:
-        """What each packed Chunk writes; sources count from its beginning."""
+        """What each packed Chunk writes; sources are relative to its beginning."""
         return self.stream.parcels(self.to, self.position)
 
 
 def _compile(targets: Sequence[EngineTarget], *, is_digested: bool) -> list[_LinkProgram]:
-    """Streams of all links; those that are alike, such as of replicas, are compiled once."""
+    """Streams of all links; identical ones, such as those of replicas, are compiled once."""
     streams: dict[tuple[object, ...], LinkStream] = {}
     programs = []
     for target in targets:
@@ -275,7 +275,7 @@ def _compile(targets: Sequence[EngineTarget], *, is_digested: bool) -> list[_Lin
 
 
 def _beside(tables: Sequence[Planes], num_packed: int) -> list[list[Planes]]:
-    """What goes straight from the weights, divided among the packed Chunks of the link; in one piece without any."""
+    """What goes straight from the weights, divided among the link's packed Chunks; in one piece if there are none."""
     if not tables:
         return []
     num_parts = min(max(num_packed, 1), len(tables))

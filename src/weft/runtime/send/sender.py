@@ -1,4 +1,4 @@
-"""A trainer rank's side: publish versions of its weights.
+"""The trainer rank's side: publish versions of its weights.
 
     with Sender("tcp://ctl:7070", rank=0, weights=weights) as sender:
         publication = sender.publish(version=1)      # returns at once
@@ -9,8 +9,8 @@ consumes      versions from the trainer, plans and permissions from the controll
 produces      one-sided writes; Written or, where it could not write everything, Failed and then Stopped
 waits for     Go, on the writer thread                    unblocked by   Go, Decide, a lost controller, deadlines
 
-Publications are written one after the other, each when the controller lets it: when every engine has committed the
-one before.
+Publications are written one after the other, each when the controller allows it: when every engine has committed the
+previous one.
 """
 
 from __future__ import annotations
@@ -65,14 +65,14 @@ class Publication:
         self.version = version
         self._released = threading.Event()
         self._ended = threading.Event()
-        """Set when nothing is written any more; patches release the weights before that."""
+        """Set when nothing is being written any more; patches release the weights before that."""
         self._decided = threading.Event()
         self._error: WeftError | None = None
         self._go: Go | None = None
         self._may_write = threading.Event()
-        """Set when it may be written, or need not be any more."""
+        """Set when it may be written, or no longer needs to be."""
         self.write_s: float | None = None
-        """How long the writes themselves took, once they are done."""
+        """How long the writes took, once they are done."""
         self._jobs: list[Job] = []
         self._is_closing = False
         self._lock = threading.Lock()
@@ -94,7 +94,7 @@ class Publication:
             return None if self._decided.is_set() or self._is_closing else self._go
 
     def _end_round(self) -> None:
-        """It was written, as far as it was told."""
+        """This round has been written."""
         with self._lock:
             if not self._decided.is_set() and not self._is_closing:
                 self._may_write.clear()
@@ -106,7 +106,7 @@ class Publication:
             self._may_write.set()
 
     def _settle(self, error: WeftError | None) -> None:
-        """It is committed, or failed with an error. Wakes all waiters."""
+        """It is committed, or has failed with an error. Wakes all waiters."""
         with self._lock:
             self._error = self._error or error
             self._decided.set()
@@ -118,28 +118,28 @@ class Publication:
             self._ended.set()
 
     def _begin(self, job: Job) -> None:
-        """It is being written now; whoever gives it up stops the job."""
+        """It is being written now; giving it up stops the job."""
         self._jobs.append(job)
         if self._error is not None:
             job.stop(self._error)
 
     @property
     def events(self) -> tuple[Event, ...]:
-        """What the stages of writing did when: amax, convert, delta, write. Empty where nothing changes on the way."""
+        """What each stage did when: amax, convert, delta, write. Empty if nothing is converted on the way."""
         return tuple(event for job in self._jobs for event in job.flow.recorder.events)
 
     @property
     def num_writes(self) -> int:
-        """One-sided writes over transports that take descriptors, as planned; 0 where the sender writes by itself."""
+        """One-sided writes over transports that use descriptors, as planned; 0 where the sender itself copies."""
         return sum(job.num_writes for job in self._jobs)
 
     @property
     def peak_staging_bytes(self) -> int:
-        """Most bytes that were converted, or compared, and not yet written."""
+        """Peak number of bytes converted or compared, but not yet written."""
         return max((job.peak_staging_bytes for job in self._jobs), default=0)
 
     def wait_released(self, timeout_s: float = 60.0) -> None:
-        """Wait until the source memory may change again; raises what went wrong."""
+        """Wait until the source memory may change again; raises the publication's error."""
         self._wait(self._released, timeout_s, "written")
 
     def wait_committed(self, timeout_s: float = 60.0) -> None:
@@ -174,7 +174,7 @@ class Publication:
 
     @property
     def _has_ended(self) -> bool:
-        """Whether it is decided and nothing is written any more."""
+        """Whether it is decided and nothing is being written any more."""
         return self._decided.is_set() and self._ended.is_set()
 
     @property
@@ -184,7 +184,22 @@ class Publication:
 
 
 class Sender:
-    """Joins the controller as a trainer rank and writes what it is given to send."""
+    """Joins the controller as a trainer rank and writes what is published.
+
+    >>> import numpy as np
+    >>> import weft
+    >>> trained, served = np.ones(4, np.float32), np.zeros(4, np.float32)
+    >>> with (
+    ...     weft.Controller(num_trainers=1, num_engine_ranks=1) as controller,
+    ...     weft.Sender(controller.address, rank=0, weights=weft.Weights.from_arrays({"w": trained})) as sender,
+    ...     weft.Receiver(controller.address, rank=0, weights=weft.Weights.from_arrays({"w": served})) as receiver,
+    ... ):
+    ...     publication = sender.publish(version=1)      # returns at once
+    ...     committed = receiver.wait(60.0).commit()     # in the engine's process
+    ...     publication.wait_committed(60.0)             # every engine serves version 1
+    >>> served
+    array([1., 1., 1., 1.], dtype=float32)
+    """
 
     def __init__(
         self,
@@ -217,11 +232,11 @@ class Sender:
         self._program: SendProgram | None = None
         self._plan: SendPlan | None = None
         self._exchange: Exchange | None = None
-        """With trainers that hold parts of the same FP8 blocks."""
+        """The exchange with trainers that hold parts of the same FP8 blocks."""
         self._abandoned: set[int] = set()
-        """Engine ranks that something may still be on its way to, since this plan."""
+        """Engine ranks to which writes may still be in flight, since this plan."""
         self._run_stages: RunStages = run
-        """How stages are run: overlapping, unless a benchmark measures what that is worth."""
+        """How stages are run: overlapping, unless a benchmark measures the gain from that."""
         self._publications: dict[int, Publication] = {}
         self._last: int | None = None
         self._last_begun: int | None = None
@@ -231,13 +246,13 @@ class Sender:
         self._control.start()
 
     def publish(self, *, version: int) -> Publication:
-        """Start sending a version; returns at once. The one before must be released, or may still be on its way."""
+        """Start sending a version; returns at once. The previous one must be released, but may still be in transit."""
         with self._lock:
             if self._error is not None:
                 raise self._error
             if self._last is not None and version <= self._last:
                 raise VersionError(
-                    f"version {version} after version {self._last}", hint="every publication has a higher version"
+                    f"version {version} after version {self._last}", hint="publish increasing version numbers"
                 )
             finished = [v for v, p in self._publications.items() if p._has_ended]
             for old in finished:
@@ -245,7 +260,8 @@ class Sender:
             unreleased = [p.version for p in self._publications.values() if not p.is_released]
             if unreleased:
                 raise VersionError(
-                    f"version {unreleased[0]} still reads the weights", hint="wait_released() before the next publish"
+                    f"version {unreleased[0]} still reads the weights",
+                    hint="call wait_released() before the next publish",
                 )
             self._last = version
             publication = self._publications[version] = Publication(version)
@@ -269,22 +285,23 @@ class Sender:
                 obstacle = self._control.obstacle()
                 why = f": {obstacle}" if obstacle is not None else ""
                 raise TransferTimeout(
-                    f"{self._member} may not write version {publication.version} after {self._timeout_s:.1f} s{why}",
-                    hint="are all members there? has every engine committed the version before?",
+                    f"{self._member} was not allowed to write version {publication.version} "
+                    f"in {self._timeout_s:.1f} s{why}",
+                    hint="have all members joined? has every engine committed the previous version?",
                 )
             if publication._go is not None:
                 publication._check()
                 self._write_rounds(publication, publication._go)
         except WeftError as error:
             self._give_up(publication, error)
-        except Exception as error:  # a defect of ours: nobody looks at this thread's result, so it is reported here
+        except Exception as error:  # a bug in weft: nothing reads this thread's result, so it is reported here
             self._give_up(publication, ProtocolError(f"{self._member}: {type(error).__name__} while sending: {error}"))
         finally:
             publication._released.set()
             publication._ended.set()
 
     def _give_up(self, publication: Publication, error: WeftError) -> None:
-        """Tell the controller and those who wait, at once; then see that nothing is being written any more."""
+        """Tell the controller and all waiters at once; then make sure that nothing is being written any more."""
         version = publication.version
         self._control.post(Failed(version=version, reason=str(error)))
         publication._settle(error)
@@ -300,9 +317,9 @@ class Sender:
             )
 
     def _reconnect(self) -> set[int]:
-        """Make transports anew that had to be torn down to stop writing; returns the engine ranks that are concerned.
+        """Reopen transports that had to be torn down to stop writing; returns the engine ranks concerned.
 
-        Nobody plans meanwhile: the controller has not heard yet that this trainer stopped.
+        There is no new plan meanwhile: the controller has not yet heard that this trainer stopped.
         """
         cut = self._transports.close_cut()
         if not cut or self._program is None or self._plan is None:
@@ -339,12 +356,12 @@ class Sender:
         deadline = began + self._control.settings.version_s
         job = Job(go, deadline, member=self._member, on_released=publication._released.set)
         publication._begin(job)
-        self._work.synchronize()  # what the trainer queued before it published must be in memory
+        self._work.synchronize()  # what the trainer queued before publishing must be in memory
         assert self._program is not None
         if go.whole:
             sent = send_whole(self._program, job, self._run_stages)
         else:
-            tell = job.agree  # nobody else has anything of its blocks
+            tell = job.agree  # no other trainer has parts of its blocks
             if self._exchange is not None:
                 self._exchange.begin(job)
                 tell = self._exchange.found
@@ -354,7 +371,7 @@ class Sender:
             raise TransferTimeout(f"{self._member} could not write all of version {go.version} in time: {late}")
         written = self._report(job, sent)
         publication.write_s = time.monotonic() - began
-        publication._released.set()  # before anybody can hear that it is committed
+        publication._released.set()  # before any caller can hear that it is committed
         self._control.post(written)
 
     def _report(self, job: Job, sent: dict[int, Sent]) -> Written:
@@ -378,7 +395,7 @@ class Sender:
 
     @staticmethod
     def _drain(job: Job) -> bool:
-        """Wait for the end of writes that were given up: until then their memory belongs to no other version."""
+        """Wait for the end of writes that were given up: until then no other version may use their memory."""
         job.cancel()
         deadline = time.monotonic() + DRAIN_S
         while not all(ticket.done for ticket in job.tickets):
@@ -388,17 +405,17 @@ class Sender:
         return True
 
     def _duties(self) -> Duties:
-        """Nothing is repeated when joining again: a trainer joins only when it is not writing."""
+        """Nothing is resent after rejoining: a trainer joins only while it is not writing."""
         return Duties(
             join_message=self._join_message,
             handle=self._handle,
             controller_lost=self._controller_lost,
-            refused=self._failed,  # a trainer that does not fit is started anew
+            refused=self._failed,  # a trainer that does not match has to be restarted
             failed=self._failed,
         )
 
     def _join_message(self) -> Join | None:
-        """How to join; not while a write is under way, which a new controller would not know of."""
+        """How to join; not while a write is in flight, which a new controller would not know of."""
         if any(p._go is not None and not p._ended.is_set() for p in list(self._publications.values())):
             return None
         return Join(
@@ -419,7 +436,7 @@ class Sender:
             case Open(round=number, transports=names, asking=asking):
                 self._open(number, names, asking)
             case SendPlan():
-                self._abandoned.clear()  # engines have closed what was on its way to them
+                self._abandoned.clear()  # engines have closed the memory those writes were for
                 self._follow(message)
             case Go(version=version):
                 self._go(version, message)
@@ -432,12 +449,12 @@ class Sender:
                     publication._settle(None if commit else aborted)
 
     def _go(self, version: int, message: Go) -> None:
-        """A version's turn. One that was given up is not written, and the controller hears so at once."""
+        """A version's turn. If it was given up it is not written, and the controller is told at once."""
         self._last_begun = version
         publication = self._publications.get(version)
         if publication is None or not publication._accept(message):
             error = publication._error if publication is not None else None
-            reason = f"{self._member} had given it up: {error or 'it is no longer published'}"
+            reason = f"{self._member} gave it up: {error or 'it is no longer published'}"
             self._control.post(Stopped(version=version, reason=reason, has_written=False))
 
     def _open(self, number: int, names: list[str], asking: list[Asking] | None) -> None:
@@ -457,7 +474,7 @@ class Sender:
             exchange.close()
 
     def _forget_plan(self) -> None:
-        """A new plan: what was kept for the old one is given back."""
+        """A new plan: release what was kept for the old one."""
         program, self._program = self._program, None
         if program is not None:
             program.close()
@@ -468,14 +485,14 @@ class Sender:
             publication._settle(error)
 
     def _failed(self, error: WeftError) -> None:
-        """The member cannot go on."""
+        """The member cannot continue."""
         with self._lock:
             self._error = self._error or error
         for publication in list(self._publications.values()):
             publication._settle(error)
 
     def close(self) -> None:
-        """Leave; a write under way is finished first, what was not begun is not."""
+        """Leave; a write in flight is finished first, versions that were not begun are dropped."""
         for publication in list(self._publications.values()):
             if publication._go is None:
                 publication._settle(ProtocolError(f"{self._member} was closed"))

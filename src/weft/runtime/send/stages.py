@@ -1,14 +1,14 @@
 """How a version leaves a trainer.
 
-What is the same on both sides and worth a write is posted straight from the weights. Everything else passes stages
-that overlap:
+What is the same on both sides and worth a write of its own is posted straight from the weights. Everything else passes
+through stages that overlap:
 
-    h2d         a piece of offloaded weights, to the device they are sent from
-    amax        the largest magnitudes of a group of matrices, told to the other holders     (FP8)
-    convert     a chunk in the engine's layout and precision
-    delta       its difference to what the engines hold                                      (patches)
+    h2d         copies a piece of offloaded weights to the device they are sent from
+    amax        finds the largest magnitudes of a group of matrices, for the other holders   (FP8)
+    convert     makes a chunk in the engine's layout and precision
+    delta       makes its difference from what the engines hold                              (patches)
     post        starts writing it, one-sided, to all engine ranks that take it
-    write       until it is there
+    write       waits until it has landed
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from weft.transport.base import Ticket
 NONE = np.zeros(0, dtype=np.float32)
 RunStages = Callable[[Flow, Sequence[Stage]], None]
 Tell = Callable[[int, Floats], None]
-"""Takes the magnitudes this trainer found in a group's cut blocks; `Job.agree` is called when all holders have."""
+"""Takes the magnitudes this trainer found in a group's cut blocks; `Job.agree` is called when all holders agree."""
 
 
 def send_version(program: SendProgram, job: Job, tell: Tell, run_stages: RunStages = run) -> dict[int, Sent]:
@@ -48,7 +48,7 @@ def send_version(program: SendProgram, job: Job, tell: Tell, run_stages: RunStag
         job.on_released()
     posted = post_all(program, job, whole, sent)
     numbers = [n for n, chunk in enumerate(program.chunks) if any(link.engine in sent for link in chunk.links)]
-    if numbers or program.groups:  # others may need the magnitudes of what this trainer holds and does not send
+    if numbers or program.groups:  # others may need the magnitudes of what this trainer holds but does not send
         _begin_version(program, job, numbers, sent)
         is_read = any(link.direct for link in wanted)
         stages = VersionStages(program, job, numbers, sent, tell)
@@ -67,7 +67,7 @@ def send_version(program: SendProgram, job: Job, tell: Tell, run_stages: RunStag
 
 
 def send_whole(program: SendProgram, job: Job, run_stages: RunStages = run) -> dict[int, Sent]:
-    """Write a version that was sent as patches, or should have been, whole: as it is kept."""
+    """Write whole, from the kept copy, a version that was sent as patches, or should have been."""
     sent = {link.engine: Sent(loss=link.obstacle) for link in program.links if link.engine in job.go.engines}
     numbers = [n for n, chunk in enumerate(program.chunks) if any(link.engine in sent for link in chunk.links)]
     if numbers:
@@ -76,7 +76,7 @@ def send_whole(program: SendProgram, job: Job, run_stages: RunStages = run) -> d
 
 
 def h2d_stage(program: SendProgram, at_end: Callable[[], None] = lambda: None) -> Stage:
-    """Offloaded weights come to the device, piece after piece."""
+    """Copies offloaded weights to the device, piece by piece."""
     mirror = program.mirror
     assert mirror is not None
 
@@ -90,7 +90,7 @@ def h2d_stage(program: SendProgram, at_end: Callable[[], None] = lambda: None) -
 
 
 def _begin_version(program: SendProgram, job: Job, numbers: list[int], sent: dict[int, Sent]) -> None:
-    """Tell those who keep versions what each engine rank holds; those that do not hold it need the version whole."""
+    """Tell the kept Chunks what each engine rank holds; ranks that do not hold the base need the version whole."""
     holds = dict(zip(job.go.engines, job.go.holds, strict=True))
     for chunk in {id(program.chunks[n].outgoing): program.chunks[n] for n in numbers}.values():
         takers = {link.engine: holds[link.engine] for link in chunk.links if link.engine in sent}
@@ -119,7 +119,7 @@ class VersionStages:
         self._begun: dict[int, _Begun] = {}
         """Chunks that are being filled."""
         self._num_filled, self._filled_at = 0, 0.0
-        """How many are, and when the last one was."""
+        """How many are filled, and when the last one was."""
         self._posted: dict[int, tuple[list[tuple[int, Ticket]], float]] = {}
         self._patches: dict[int, tuple[int, int]] = {}
         """Items that are sent as patches: where each goes, and its bytes."""
@@ -131,7 +131,7 @@ class VersionStages:
         self._windows = Windows(program, job, sent)
 
     def all(self, *, releases: bool) -> list[Stage]:
-        """In their order. `releases`: whether the weights may change once all chunks are converted."""
+        """All stages in order. `releases`: whether the weights may change once all chunks are converted."""
         flow, count = self._job.flow, len(self._numbers)
         self._releases = releases or self._program.mirror is not None
         stages: list[Stage] = []
@@ -152,7 +152,7 @@ class VersionStages:
         return stages
 
     def writing(self) -> list[Stage]:
-        """Those of chunks that are kept."""
+        """The stages of chunks that are kept."""
         count = len(self._numbers)
         return [
             Stage("post", count, self._post, is_recorded=False),
@@ -171,7 +171,7 @@ class VersionStages:
         return self._is_there(self._program.group_ends[self._program.groups[item]])
 
     def _find_amax(self, item: int) -> int:
-        """Find a group's magnitudes and tell those that others need."""
+        """Find a group's magnitudes and send those that others need."""
         group, converter = self._program.groups[item], self._program.converter
         converter.find_amax(group)
         values = converter.amax(converter.cut[group])
@@ -182,20 +182,20 @@ class VersionStages:
         return values.nbytes
 
     def _has_read(self, stage: str) -> None:
-        """A stage reads the weights no more; when none does, they may change."""
+        """A stage no longer reads the weights; when none does, they may change."""
         with self._lock:
             self._reading.discard(stage)
             if self._releases and not self._reading:
                 self._job.on_released()
 
     def _groups(self, item: int) -> list[int]:
-        """Groups whose scales must be known for a chunk, and are not yet in use."""
+        """Groups whose scales a chunk needs and that are not yet in use."""
         chunk = self._chunk(item)
         last = chunk.outgoing.groups[chunk.number]
         return [group for group in self._program.groups if group <= last and group not in self._scaled]
 
     def _is_agreed(self, group: int) -> bool:
-        """Whether the magnitudes of a group are known; those of matrices that nobody shares are this trainer's own."""
+        """Whether the magnitudes of a group are known; those of unshared matrices are this trainer's own."""
         if len(self._program.converter.cut[group]):
             return group in self._job.agreed
         return self._job.flow.after("amax")(self._program.groups.index(group))
@@ -220,7 +220,7 @@ class VersionStages:
         return begun.num_bytes
 
     def _fill(self, item: int) -> _Begun:
-        """Make a chunk; one that goes straight into the memory of an engine rank only if that takes part."""
+        """Make a chunk; one that goes straight into an engine rank's memory only if that rank takes part."""
         number, chunk, now = self._numbers[item], self._chunk(item), time.monotonic()
         if chunk.outgoing.is_straight:
             if not self._is_sent(chunk.links[0], item):
@@ -230,13 +230,13 @@ class VersionStages:
         return _Begun(now, chunk.outgoing.layouts[chunk.number].num_bytes, wait)
 
     def _has_filled(self, item: int) -> None:
-        """Wait until a chunk is filled, on whatever stage needs it first: the next ones are begun meanwhile."""
+        """Wait until a chunk is filled, in whichever stage needs it first: the next ones are started meanwhile."""
         begun = self._begun.pop(item, None)
         if begun is None:
             return
         if begun.wait is not None:
             begun.wait()
-        with self._lock:  # chunks that are skipped are done at once, on another thread than those that are waited for
+        with self._lock:  # skipped chunks are done at once, on another thread than those that are waited for
             end, start = time.monotonic(), max(begun.at, self._filled_at)
             self._filled_at = end
             self._num_filled += 1
@@ -246,7 +246,7 @@ class VersionStages:
             self._has_read("convert")
 
     def settle(self) -> None:
-        """Wait for what was begun and is not needed any more, because something else has failed: it reads weights."""
+        """Wait for chunks that were started but are not needed after a failure: they still read the weights."""
         for item in list(self._begun):
             with contextlib.suppress(Exception):  # the first error is the one that counts
                 self._has_filled(item)
@@ -300,7 +300,7 @@ class VersionStages:
         return not self._is_delta or (item in self._patches and not sent.needs_whole)
 
     def _waits(self, link: Link) -> bool:
-        """Whether chunks wait for room in a window; patches have their own."""
+        """Whether chunks wait for room in a window; patches have room of their own."""
         return link.has_window and not self._is_delta
 
     def _batch(self, link: Link, item: int) -> Parcel:

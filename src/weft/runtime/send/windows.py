@@ -20,7 +20,7 @@ class Windows:
     """Chunks that wait for room in the windows of engine ranks, each for its own.
 
     consumes      chunks, in the order of each link; credits, which engine ranks return when they have drained a chunk
-    produces      writes, and what came of them
+    produces      writes, and their results
     waits for     credits, on the thread of stage `write`         unblocked by   engines, a failed version, the deadline
     """
 
@@ -52,7 +52,7 @@ class Windows:
         return drained >= link.needs[chunk]
 
     def wait(self, links: Sequence[Link], chunk: int) -> int:
-        """Wait until a chunk was written to all of these; returns the bytes that were."""
+        """Wait until a chunk was written to all of these; returns the bytes written."""
         num_bytes = 0
         for link in links:
             if link.engine not in self._sent or self._sent[link.engine].loss:
