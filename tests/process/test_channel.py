@@ -244,7 +244,7 @@ def test_what_a_key_permits_comes_from_its_name_or_the_options(tmp_path):
         make_keys(tmp_path, ["alice"], side="boss")
     with pytest.raises(WeftError, match="not a list of ranks"):
         make_keys(tmp_path, ["alice"], side="engine", ranks="1-")
-    with pytest.raises(ConfigError, match="invalid member name"):
+    with pytest.raises(ConfigError, match="invalid key name"):
         make_keys(tmp_path, ["../evil"], side="engine")
 
 

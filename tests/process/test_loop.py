@@ -176,7 +176,7 @@ def test_an_engine_lost_before_the_first_version_is_an_error_at_once(tmp_path):
             os.kill(json.loads((tmp_path / "members.json").read_text())["engine 1"], signal.SIGKILL)
             killed_at.append(time.monotonic())
 
-    with pytest.raises(PeerLost, match="engine 1 was killed by SIGKILL, before the first version"):
+    with pytest.raises(PeerLost, match="engine 1 was killed by SIGKILL before the first commit"):
         run_here(settings, run_dir=tmp_path, watch=kill)
     assert time.monotonic() - killed_at[0] < 20.0
 

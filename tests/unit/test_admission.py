@@ -120,7 +120,7 @@ def test_a_shard_is_a_box_in_memory_of_its_own(changes, what):
 def test_engines_name_each_tensor_once_and_trainers_may_hold_several_boxes():
     halves = [dataclasses.replace(SHARD, lo=(4 * half, 0), extent=(4, 4)) for half in range(2)]
     check_join(join("trainer", held=halves))
-    with pytest.raises(LayoutError, match="w: twice"):
+    with pytest.raises(LayoutError, match="w: named twice"):
         check_join(join("engine", held=halves))
 
 

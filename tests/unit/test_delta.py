@@ -46,11 +46,11 @@ def test_the_wrong_base_is_refused_by_name() -> None:
     now[3:] = 0
     patch = encoded(now, old)
     check(patch)
-    with pytest.raises(CodecError, match="from version 4, but 3 is here"):
+    with pytest.raises(CodecError, match="applies to version 4, but the base is 3"):
         check(patch, base=3)
-    with pytest.raises(CodecError, match="from version 4, but None is here"):
+    with pytest.raises(CodecError, match="applies to version 4, but the base is None"):
         check(patch, base=None)
-    with pytest.raises(CodecError, match="to version 5, not 6"):
+    with pytest.raises(CodecError, match="for version 5, expected 6"):
         check(patch, version=6)
     with pytest.raises(CodecError, match="another number of elements"):
         check(patch, num_elements=999)

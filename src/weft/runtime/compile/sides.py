@@ -42,7 +42,7 @@ class Side:
         )
 
     def rows_by_name(self) -> dict[str, int]:
-        """Names, and aliases that are not names, with the last shard that has them."""
+        """The last shard of each name, and the first of each alias that is not a name."""
         rows = dict(zip(self.held.names, count(), strict=False))
         for row, aliases in self.held.aliases.items():
             for alias in aliases:
