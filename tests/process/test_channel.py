@@ -14,10 +14,12 @@ import pytest
 import zmq
 
 from weft.errors import AuthError, ConfigError, ProtocolError, WeftError
-from weft.runtime.control.channel import Client, Invalid, Reset, Server
+from weft.runtime.control.channel import Invalid, Reset
+from weft.runtime.control.client import Client
 from weft.runtime.control.fragments import cut
 from weft.runtime.control.keys import KeyRing, load_grant, load_keys, load_public, make_keys
 from weft.runtime.control.security import Security, client_keys, server_keys
+from weft.runtime.control.server import Server
 
 ANYWHERE = "tcp://127.0.0.1:*"
 SOON_S = 5.0
@@ -413,7 +415,7 @@ def test_a_server_that_lost_a_message_asks_for_a_new_greeting(server):
 
 
 def test_unfinished_messages_are_forgotten(monkeypatch):
-    monkeypatch.setattr("weft.runtime.control.channel.UNFINISHED_S", 0.2)
+    monkeypatch.setattr("weft.runtime.control.server.UNFINISHED_S", 0.2)
     with (
         Server(ANYWHERE, messages=MESSAGES) as server,
         Client(server.address, member="trainer 0", messages=MESSAGES) as client,

@@ -14,7 +14,7 @@ import pytest
 
 from weft.errors import TransferTimeout, WeftError
 from weft.runtime.compile.sharing import COLLECTED_ELSEWHERE, COLLECTED_HERE, DIRECT
-from weft.runtime.control.channel import Client
+from weft.runtime.control.client import Client
 from weft.runtime.control.keys import ClientKeys, Keys, new_keys
 from weft.runtime.control.messages import PROTOCOL, Asking, BetweenTrainers, Go, Holder, Introduction, MagnitudeServer
 from weft.runtime.send.exchange import Exchange

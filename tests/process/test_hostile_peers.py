@@ -15,10 +15,11 @@ import zmq
 from tests.process.runtime_members import Fleet, Process
 from tests.support.raw_member import join_message
 from weft.config import TransferSettings
-from weft.runtime.control.channel import Client, Server
+from weft.runtime.control.client import Client
 from weft.runtime.control.fragments import FRAGMENT_BYTES, HEADER, FrameKind, cut, pack_frame
 from weft.runtime.control.held import HeldTable
 from weft.runtime.control.messages import PROTOCOL, Alive, Beat, ToController, ToMember, Welcome
+from weft.runtime.control.server import Server
 from weft.runtime.controller.controller import Controller
 from weft.transport.registry import place_here
 

@@ -7,7 +7,7 @@ import time
 from typing import Any, Self, TypeVar
 
 from weft.errors import WeftError
-from weft.runtime.control.channel import Client
+from weft.runtime.control.client import Client
 from weft.runtime.control.held import HeldShard, HeldTable
 from weft.runtime.control.messages import PROTOCOL, Beat, Join, Offer, Open, Opened, ToMember
 from weft.transport.base import Descriptor, Endpoint

@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from multiprocessing.connection import Connection
 
-from weft.runtime.control.channel import Client
+from weft.runtime.control.client import Client
 from weft.runtime.control.messages import PROTOCOL, Beat, ToMember
 
 ASK_S = 0.02

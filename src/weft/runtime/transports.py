@@ -10,7 +10,7 @@ import msgspec
 from weft.config import CompressionPolicy, TransferSettings
 from weft.devices import CPU
 from weft.errors import ConfigError
-from weft.runtime.control.channel import own_address
+from weft.runtime.control.addresses import own_address
 from weft.runtime.control.messages import Offer
 from weft.transport.base import Descriptor, Memory, Transport
 from weft.transport.registry import Place, open_transport, place_here

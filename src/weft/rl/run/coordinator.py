@@ -46,8 +46,8 @@ from weft.rl.run.messages import (
 )
 from weft.rl.run.record import Commit, Iteration, Record, VersionRecord
 from weft.rl.settings import LoopSettings, Method
-from weft.runtime.control.channel import Server
 from weft.runtime.control.security import Security, server_keys
+from weft.runtime.control.server import Server
 from weft.runtime.controller.controller import ControllerStatistics
 
 POLL_S = 0.05

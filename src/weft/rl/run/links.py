@@ -16,7 +16,8 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from weft.errors import PeerLost
 from weft.rl.run.messages import ToMember
 from weft.rl.settings import LoopSettings
-from weft.runtime.control.channel import Client, Reset
+from weft.runtime.control.channel import Reset
+from weft.runtime.control.client import Client
 from weft.runtime.control.security import Security, client_keys, security_in
 
 LISTEN_S = 0.2

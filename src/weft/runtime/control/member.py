@@ -23,7 +23,8 @@ from typing import Any
 
 from weft.config import TransferSettings
 from weft.errors import PeerLost, ProtocolError, WeftError
-from weft.runtime.control.channel import BURST_SPIN_S, SPIN_S, Client, Reset
+from weft.runtime.control.channel import BURST_SPIN_S, SPIN_S, Reset
+from weft.runtime.control.client import Client
 from weft.runtime.control.keys import ClientKeys
 from weft.runtime.control.messages import PROTOCOL, Alive, Beat, Join, Leave, Refused, ToMember, Unknown, Welcome
 

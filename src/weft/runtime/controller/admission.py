@@ -20,7 +20,7 @@ from weft.core.layout import DTYPE_BYTES, MAX_DIMS, MAX_ELEMENTS, MAX_TENSOR_DIM
 from weft.core.version import MAX_FIRST, MAX_STEP, MAX_VERSION
 from weft.errors import LayoutError, ProtocolError
 from weft.runtime.compile.member_plans import Opening
-from weft.runtime.control.channel import is_address
+from weft.runtime.control.addresses import is_address
 from weft.runtime.control.held import HeldTable
 from weft.runtime.control.keys import is_key
 from weft.runtime.control.member_id import MemberId

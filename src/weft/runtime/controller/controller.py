@@ -34,7 +34,7 @@ from weft.core.topology import Cluster
 from weft.core.version import CommitPolicy, Decision, VersionLedger
 from weft.errors import ConfigError, LayoutError, PlanError, ProtocolError, VersionError, WeftError
 from weft.runtime.compile.member_plans import MemberPlans
-from weft.runtime.control.channel import BURST_SPIN_S, SPIN_S, Invalid, Server
+from weft.runtime.control.channel import BURST_SPIN_S, SPIN_S, Invalid
 from weft.runtime.control.member_id import MemberId
 from weft.runtime.control.messages import (
     PROTOCOL,
@@ -69,6 +69,7 @@ from weft.runtime.control.messages import (
     Written,
 )
 from weft.runtime.control.security import Security, server_keys
+from weft.runtime.control.server import Server
 from weft.runtime.controller.admission import (
     check_join,
     check_magnitudes,

@@ -22,16 +22,9 @@ import zmq
 
 from weft.codec.memory import Floats
 from weft.errors import ProtocolError, WeftError
-from weft.runtime.control.channel import (
-    Alarm,
-    Client,
-    Received,
-    Reset,
-    Server,
-    member_of,
-    own_address,
-    wait_any,
-)
+from weft.runtime.control.addresses import own_address
+from weft.runtime.control.channel import Alarm, Received, Reset, member_of, wait_any
+from weft.runtime.control.client import Client
 from weft.runtime.control.keys import ClientKeys, Grant, KeyRing, ServerKeys
 from weft.runtime.control.member_id import MemberId
 from weft.runtime.control.messages import (
@@ -43,6 +36,7 @@ from weft.runtime.control.messages import (
     Magnitudes,
     MagnitudeServer,
 )
+from weft.runtime.control.server import Server
 from weft.runtime.send.job import Job
 from weft.runtime.send.magnitudes import CutBlocks, Finding, Sharing
 
