@@ -9,6 +9,7 @@ All columns are `uint64` NumPy arrays of addresses, byte positions and byte leng
 from __future__ import annotations
 
 import ctypes
+import importlib
 import logging
 import os
 from typing import Any
@@ -18,11 +19,16 @@ from numpy.typing import NDArray
 
 from weft.core.geometry.planes import Column, Planes
 
-try:
-    from weft import _native
-except ImportError:  # no compiler at install
-    _native = None
 
+def compiled(module: str) -> Any:
+    """A module written in C; None where there was no compiler at install."""
+    try:
+        return importlib.import_module(module)
+    except ImportError:
+        return None
+
+
+_native = compiled("weft._native")
 is_native: bool = _native is not None
 _MASK = (1 << 64) - 1
 _said = False

@@ -9,11 +9,9 @@ from numpy.typing import NDArray
 
 from weft.codec.memory import Floats, matrix_view
 from weft.errors import CodecError
+from weft.native import compiled
 
-try:
-    from weft import _codec
-except ImportError:  # no compiler at install
-    _codec = None
+_codec = compiled("weft._codec")
 
 KINDS = {"fp32": "<f4", "bf16": "<u2", "fp16": "<f2"}
 

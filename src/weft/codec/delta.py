@@ -29,11 +29,9 @@ from numpy.typing import NDArray
 from weft.codec.memory import Bytes, memory_view
 from weft.core.geometry.planes import Column
 from weft.errors import CodecError
+from weft.native import compiled
 
-try:
-    from weft import _codec
-except ImportError:  # no compiler at install
-    _codec = None
+_codec = compiled("weft._codec")
 
 BLOCK, GROUP = 16384, 256
 GROUPS = BLOCK // GROUP

@@ -22,11 +22,9 @@ from numpy.typing import NDArray
 from weft.codec.memory import Floats, matrix_view
 from weft.core.geometry.scaling import Scaling, block_sides, scale_shape
 from weft.errors import CodecError
+from weft.native import compiled
 
-try:
-    from weft import _codec
-except ImportError:  # no compiler at install
-    _codec = None
+_codec = compiled("weft._codec")
 
 Int64s = NDArray[np.int64]
 LARGEST = np.float32(448.0)
