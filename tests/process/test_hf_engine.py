@@ -60,7 +60,7 @@ def test_a_model_in_this_process(trainer):
             answer = engine.generate(PROMPTS[2], max_new_tokens=8, do_sample=False)
             assert answer.tokens == tokens_of(seed_of(str(version)), PROMPTS[2], 8)
             assert [(span.version, span.start, span.end) for span in answer.spans] == [(version, 0, 8)]
-        with pytest.raises(weft.WeftError, match="do not fit"):
+        with pytest.raises(weft.WeftError, match="exceed the model's limit"):
             engine.generate([1], max_new_tokens=100_000)
 
 
@@ -144,7 +144,7 @@ def test_a_server_answers_bad_requests_and_goes_on(scene):
     _, server = scene
     with pytest.raises(urllib.error.HTTPError) as caught:
         server.post("generate", {"input_ids": [1], "max_new_tokens": 100_000})
-    assert "do not fit" in json.loads(caught.value.read())["error"]
+    assert "exceed the model's limit" in json.loads(caught.value.read())["error"]
     assert len(server.generate([1, 2], 4).tokens) == 4
 
 
