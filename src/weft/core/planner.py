@@ -57,11 +57,9 @@ def make_plan(
     >>> w = weft.Tensor(name="w", dtype="bf16", shape=(8, 4))
     >>> halves = [weft.Shard(tensor="w", rank=rank, lo=(4 * rank, 0), extent=(4, 4)) for rank in (0, 1)]
     >>> whole = weft.Piece(dst="w", source="w", dst_lo=(0, 0), extent=(8, 4), src_lo=(0, 0))
-    >>> plan = weft.make_plan(
-    ...     trainer=weft.Layout.from_shards([w], halves),
-    ...     recipe=weft.Recipe.from_pieces({0: [w]}, {0: [whole]}),
-    ...     topology=weft.load_topology("h100-ib400").place(num_trainers=2, num_engines=1),
-    ... )
+    >>> topology = weft.load_topology("h100-ib400").place(num_trainers=2, num_engines=1)
+    >>> recipe = Recipe.from_pieces({0: [w]}, {0: [whole]})
+    >>> plan = make_plan(trainer=Layout.from_shards([w], halves), recipe=recipe, topology=topology)
     >>> plan.num_routes
     2
     """

@@ -102,15 +102,8 @@ def simulate(
 ) -> Prediction:
     """Predict one update. `phase_of_row` and `prepare` describe systems that work in phases and gather.
 
-    >>> import weft
-    >>> w = weft.Tensor(name="w", dtype="bf16", shape=(8, 4))
-    >>> halves = [weft.Shard(tensor="w", rank=rank, lo=(4 * rank, 0), extent=(4, 4)) for rank in (0, 1)]
-    >>> whole = weft.Piece(dst="w", source="w", dst_lo=(0, 0), extent=(8, 4), src_lo=(0, 0))
-    >>> plan = weft.make_plan(
-    ...     trainer=weft.Layout.from_shards([w], halves),
-    ...     recipe=weft.Recipe.from_pieces({0: [w]}, {0: [whole]}),
-    ...     topology=weft.load_topology("h100-ib400").place(num_trainers=2, num_engines=1),
-    ... )
+    >>> from weft.core.case import Case, plan_case
+    >>> plan = plan_case(Case(model="qwen2.5-0.5b", trainer="fsdp4", engine="tp2"))
     >>> prediction = simulate(plan)
     >>> 0 < prediction.predicted_s < 0.1
     True
