@@ -44,6 +44,7 @@ def transfer_command(
         int | None, typer.Option(min=1, max=64, help="Engine ranks. Default: 2, on a GPU 1.")
     ] = None,
     device: Annotated[str, typer.Option(help="Device: cpu or cuda:0.")] = "cpu",
+    host: Annotated[str | None, typer.Option(help="GPU: trainer or engine has its weights in CPU memory.")] = None,
     layers: Annotated[int | None, typer.Option(min=1, help="GPU: move only this many first layers.")] = None,
     precision: Annotated[list[str] | None, typer.Option(help="GPU: bf16 or fp8. Default: both.")] = None,
     mode: Annotated[list[str] | None, typer.Option(help="in_place, shadow or patch. Default: all.")] = None,
@@ -57,8 +58,10 @@ def transfer_command(
         raise ConfigError(f"unknown mode `{unknown.pop()}`", hint=f"use {' or '.join(ReceiverMode)}")
     logging.disable(logging.WARNING)  # members that leave are expected here
     if memory_kind(device) == "cpu":
-        if layers is not None or precision:
-            raise ConfigError("--layers and --precision are for GPUs", hint="`weft bench fp8` measures FP8 on CPUs")
+        if layers is not None or precision or host:
+            raise ConfigError(
+                "--layers, --precision and --host are for GPUs", hint="`weft bench fp8` measures FP8 on CPUs"
+            )
         transfer = _load("transfer")
         wanted = transfer.cases(
             tuple(case or ("tp", "replicas")), num_trainers=trainers or 2, num_engine_ranks=engine_ranks or 2
@@ -76,7 +79,11 @@ def transfer_command(
         _check_cuda()
         on_gpu = _load("on_gpu.measure")
         moved = on_gpu.GpuCase(
-            model=model or on_gpu.DEFAULT_MODEL, num_layers=layers, num_parts=engine_ranks or 1, device=device
+            model=model or on_gpu.DEFAULT_MODEL,
+            num_layers=layers,
+            num_parts=engine_ranks or 1,
+            device=device,
+            host_side=host,
         )
         with progress() as say:
             report = on_gpu.measure(
@@ -284,6 +291,8 @@ def _show_gpu(report: GpuReport) -> None:
         )
     out.print(table)
     out.print(f"the device's own copy reads and writes {report.copy_gb_per_s / 1e3:.2f} TB/s")
+    if report.bus_gb_per_s is not None:
+        out.print(f"the bus carries {report.bus_gb_per_s:.1f} GB/s to or from pinned memory")
     for name, why in report.missing.items():
         err.print(f"{name}: not measured: {escape(why)}")
 

@@ -2,12 +2,46 @@
 
 from __future__ import annotations
 
+import ctypes
 import weakref
 
 import torch
 
 _pinned: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()
 """Pinned host memory, by its address."""
+_PORTABLE = 1
+"""cudaHostRegisterPortable: pinned for all of the process's GPUs."""
+
+
+class Pin:
+    """Host memory of another allocator, which GPUs read and write directly until `end`."""
+
+    def __init__(self, address: int, num_bytes: int, *, keep: object = None) -> None:
+        """`keep`: what must outlive this object. Raises MemoryError where the driver cannot pin it."""
+        self._address, self._num_bytes, self._keep = address, num_bytes, keep
+        self.begin()
+
+    def begin(self) -> None:
+        """Pin it."""
+        torch.cuda.init()
+        code = torch.cuda.cudart().cudaHostRegister(self._address, self._num_bytes, _PORTABLE)
+        if int(code):
+            raise MemoryError(f"CUDA cannot pin {self._num_bytes / 1e9:.3f} GB of host memory: {code}")
+        view = (ctypes.c_uint8 * self._num_bytes).from_address(self._address)
+        self._memory: torch.Tensor | None = torch.frombuffer(view, dtype=torch.uint8)
+        _pinned[self._address] = self._memory
+        self._end = weakref.finalize(self, _unpin, self._address)
+        self._end.atexit = False  # at exit the driver reclaims everything anyway
+
+    def end(self) -> None:
+        """GPUs must not use it any more."""
+        self._memory = None
+        self._end()
+
+
+def _unpin(address: int) -> None:
+    _pinned.pop(address, None)
+    torch.cuda.cudart().cudaHostUnregister(address)
 
 
 class _DeviceBytes:

@@ -55,8 +55,13 @@ class GpuWork:
         """Planes made of columns, for as long as the columns live."""
 
     def allocate(self, num_bytes: int) -> torch.Tensor:
-        """Device memory, as bytes."""
-        return torch.zeros(num_bytes, dtype=torch.uint8, device=self.device)
+        """Device memory, as bytes. Raises MemoryError."""
+        try:
+            return torch.zeros(num_bytes, dtype=torch.uint8, device=self.device)
+        except torch.OutOfMemoryError as error:
+            free = torch.cuda.mem_get_info(self.device)[0]
+            needed = f"{num_bytes / 1e9:.3f} GB of memory are needed on {self.device}"
+            raise MemoryError(f"{needed}, {free / 1e9:.3f} GB are free") from error
 
     def upload(self, table: NDArray[np.generic]) -> torch.Tensor:
         """A table in device memory."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 
 from weft.devices import CPU
 from weft.transport.base import Memory, ordinary_memory
@@ -18,6 +19,32 @@ def own_memory(device: str, num_bytes: int, *, on_host: bool = False) -> Memory:
     from weft.gpu import GpuWork, pinned_memory  # noqa: PLC0415 - torch and Triton only where there is a GPU
 
     made = pinned_memory(num_bytes) if on_host else GpuWork(int(device.partition(":")[2])).allocate(num_bytes)
+    return Memory(address=made.data_ptr(), num_bytes=num_bytes, keep=made)
+
+
+def pinned(memory: Memory) -> Memory:
+    """Host memory that GPUs read and write directly, too, until it is freed or given up."""
+    from weft.gpu import Pin  # noqa: PLC0415 - torch only where there is a GPU
+
+    pin = Pin(memory.address, memory.num_bytes, keep=memory)
+
+    def give_up() -> bool:
+        pin.end()
+        is_freed = memory.give_up()
+        if not is_freed:
+            pin.begin()
+        return is_freed
+
+    return replace(memory, keep=pin, give_up=give_up)
+
+
+def brought(device: str, address: int, num_bytes: int) -> Memory:
+    """A copy on a GPU of bytes in host memory."""
+    from weft.gpu import GpuWork  # noqa: PLC0415 - torch and Triton only where there is a GPU
+
+    work = GpuWork(int(device.partition(":")[2]))
+    made = work.allocate(num_bytes)
+    work.copy_from_host(made.data_ptr(), address, num_bytes)
     return Memory(address=made.data_ptr(), num_bytes=num_bytes, keep=made)
 
 

@@ -23,6 +23,8 @@ class OpenTransports:
         self, member: str, *, rank: int, device: str, controller: str, given: Transport[Any] | None = None
     ) -> None:
         self._member, self._rank, self._device, self._controller = member, rank, device, controller
+        self.device = device
+        """Where the memory lies that they move."""
         self._given = given
         self._open: dict[str, Transport[Any]] = {}
         self._descriptors: dict[tuple[str, int, int], Descriptor] = {}
@@ -35,6 +37,13 @@ class OpenTransports:
         if self._given is None:
             return place
         return msgspec.structs.replace(place, installed=(self._given.capabilities.name,))
+
+    def pass_host(self, through_host: bool) -> None:
+        """Move host memory from now on, or memory of the member's own device; closes what moves the other kind."""
+        device = CPU if through_host else self._device
+        if device != self.device:
+            self.close_all()
+            self.device = device
 
     def open(self, names: Iterable[str], settings: TransferSettings) -> None:
         """Open what is not open yet."""
@@ -50,7 +59,7 @@ class OpenTransports:
                     self._member,
                     writer=self._rank,
                     num_threads=settings.num_threads,
-                    device=self._device,
+                    device=self.device,
                     nixl_devices=settings.nixl_devices,
                     host=own_address(self._controller),
                 )

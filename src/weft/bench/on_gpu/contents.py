@@ -36,11 +36,11 @@ def pieces(num_elements: int) -> Iterator[tuple[int, int]]:
         yield first, min(_PIECE, num_elements - first)
 
 
-def fill(tensor: torch.Tensor, name: str, version: int) -> None:
-    """Give a whole tensor its numbers in a version."""
+def fill(tensor: torch.Tensor, name: str, version: int, gpu: torch.device) -> None:
+    """Give a whole tensor its numbers in a version; they are made on a GPU."""
     flat = tensor.view(-1)
     for first, count in pieces(len(flat)):
-        flat[first : first + count] = numbers(name, first, count, version, 0, tensor.device)
+        flat[first : first + count] = numbers(name, first, count, version, 0, gpu)
 
 
 def change_some(tensor: torch.Tensor, step: int) -> None:

@@ -1,8 +1,9 @@
 """`weft bench transfer --device cuda:0`: versions between processes that share one GPU, compared with its own copy.
 
 The limit of a row is a perfect pass: the bytes that must be read and written, at the rate of the device's own copy
-in the same run. Times run from `publish` until the engine, which waits in `take`, has committed. Every version is
-compared with what it should be, bit for bit.
+in the same run. Where one side has its weights in CPU memory it is what crosses the bus, at the rate of a copy between
+pinned memory and the device. Times run from `publish` until the engine, which waits in `take`, has committed. Every
+version is compared with what it should be, bit for bit.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from weft.bench.fleet import Fleet
 from weft.bench.on_gpu.members import GpuSetup, load_layers, model_bytes, serve
 from weft.bench.payload import whole_shapes
 from weft.config import DeltaPolicy, DigestPolicy, ReceiverMode, TransferSettings
+from weft.devices import CPU
 from weft.errors import ConfigError
 from weft.runtime.controller.controller import Controller
 
@@ -95,6 +97,8 @@ class GpuReport:
     device: str
     copy_gb_per_s: float
     """Bytes read and written per second by the device's own copy."""
+    bus_gb_per_s: float | None
+    """Bytes per second between pinned host memory and the device, in the direction that was measured."""
     rows: tuple[GpuRow, ...]
     missing: dict[str, str]
     """What was not measured, and why."""
@@ -113,6 +117,8 @@ class GpuCase:
     num_parts: int
     """Tensor-parallel size of the engine."""
     device: str
+    host_side: str | None = None
+    """`trainer` or `engine`: has its weights in CPU memory; None: neither."""
 
     def fleet(self, precision: str) -> Fleet:
         """One trainer, and the ranks of one engine."""
@@ -126,7 +132,7 @@ class GpuCase:
                     rank=rank,
                     model=self.model,
                     num_layers=self.num_layers,
-                    device=self.device,
+                    device=CPU if side == self.host_side else self.device,
                     num_parts=self.num_parts,
                     precision=precision,
                     handles=end,
@@ -142,26 +148,30 @@ def measure(
     """Run every method that fits into the memory."""
     if unknown := set(precisions) - set(PRECISIONS):
         raise ConfigError(f"unknown precision `{unknown.pop()}`", hint=f"use {' or '.join(PRECISIONS)}")
+    if case.host_side not in (None, "trainer", "engine"):
+        raise ConfigError(f"unknown side `{case.host_side}`", hint="use trainer or engine")
     model = load_layers(case.model, case.num_layers)
     rows: list[GpuRow] = []
     missing: dict[str, str] = {}
-    rates = []
+    rates, bus_rates = [], []
     for precision in precisions:
         say(f"{case.model}: starting a trainer and {case.num_parts} ranks of an engine in {precision}")
         with case.fleet(precision) as fleet:
             run = _PrecisionRun(case, fleet, precision, model_bytes(model), repeat, say)
             rates.append(run.copy_bytes_per_s)
+            bus_rates.append(run.bus_bytes_per_s)
             wanted = [method for method in METHODS if method.mode in modes]
             rows += [row for method in wanted if (row := run.weft(method, missing)) is not None]
-            if baseline and precision == "bf16" and case.num_parts == 1:
+            if baseline and precision == "bf16" and case.num_parts == 1 and case.host_side is None:
                 rows.append(run.without_weft())
     return GpuReport(
         model=case.model,
         num_layers=model.num_layers,
         num_tensors=len(whole_shapes(model)),
-        engine=f"tp{case.num_parts}",
+        engine=f"tp{case.num_parts}{'' if case.host_side is None else f', {case.host_side} in CPU memory'}",
         device=_device_name(case.device),
         copy_gb_per_s=statistics.median(rates) / 1e9,
+        bus_gb_per_s=None if case.host_side is None else statistics.median(bus_rates) / 1e9,
         rows=tuple(rows),
         missing=missing,
     )
@@ -174,13 +184,15 @@ class _PrecisionRun:
         self._case, self._fleet, self._precision, self._repeat, self._say = case, fleet, precision, repeat, say
         self._trainer_bytes = trainer_bytes
         self._engine_bytes = sum(fleet.call("engine", "num_bytes"))
-        self.copy_bytes_per_s = fleet.call("trainer", "copy_bytes_per_s")[0]
+        self._gpu_side = "engine" if case.host_side == "trainer" else "trainer"
+        self.copy_bytes_per_s = fleet.call(self._gpu_side, "copy_bytes_per_s")[0]
+        self.bus_bytes_per_s = fleet.call(self._gpu_side, "bus_bytes_per_s", is_read=self._gpu_side == "engine")[0]
         self._version, self._steps = 0, 0
 
     def weft(self, method: GpuMethod, missing: dict[str, str]) -> GpuRow | None:
         """Publish some versions and compare each; None, with the reason in `missing`, if the memory is too small."""
-        needed = method.needed_bytes(self._engine_bytes) + SPARE_BYTES
-        free = self._fleet.call("trainer", "free_bytes")[0]
+        needed = (0 if self._case.host_side else method.needed_bytes(self._engine_bytes)) + SPARE_BYTES
+        free = self._fleet.call(self._gpu_side, "free_bytes")[0]
         if needed > free:
             why = f"needs {needed / 1e9:.0f} GB on top of the weights, {free / 1e9:.0f} GB are free"
             missing[f"{method.name}, {self._precision}"] = why
@@ -190,7 +202,7 @@ class _PrecisionRun:
             mode=method.mode,
             digest=method.digest,
             delta=method.delta,
-            transport="cuda_ipc",
+            transport="cuda_ipc" if self._case.host_side is None else "auto",
             anchor_every=1000,
             version_s=120.0,
             silence_s=30.0,
@@ -229,6 +241,8 @@ class _PrecisionRun:
         others = found[1:]
         seconds = statistics.median(version.seconds for version in others)
         limit_s = method.moved_bytes(self._trainer_bytes, self._engine_bytes) / self.copy_bytes_per_s
+        if self._case.host_side is not None:
+            limit_s = wire_bytes / self.bus_bytes_per_s
         return GpuRow(
             method=method.name,
             precision=self._precision,

@@ -46,6 +46,8 @@ class GpuSetup:
     model: str
     num_layers: int | None
     device: str
+    """Of its weights."""
+    gpu: str
     num_parts: int
     """Tensor-parallel size of the engine."""
     precision: str
@@ -65,41 +67,56 @@ def load_layers(name: str, num_layers: int | None) -> Model:
     return model
 
 
-class GpuTrainer:
-    """Holds all tensors of a model, each in its own memory."""
+class _GpuMember:
+    """What is measured on either side."""
 
     def __init__(self, setup: GpuSetup) -> None:
-        self._setup, self._device = setup, torch.device(setup.device)
-        model = load_layers(setup.model, setup.num_layers)
-        self._module = payload.module_of(payload.whole_shapes(model), setup.device)
-        self._tensors = {name: parameter.data for name, parameter in self._module.named_parameters()}
-        self._sender: Sender | None = None
+        self._setup, self._device, self._gpu = setup, torch.device(setup.device), torch.device(setup.gpu)
 
     def copy_bytes_per_s(self) -> float:
         """Bytes read and written per second by the device's own copy."""
         src = torch.ones(COPY_BYTES, dtype=torch.uint8, device=self._device)
-        dst = torch.empty_like(src)
-        times = []
-        for _ in range(NUM_COPIES):
-            torch.cuda.synchronize()
-            began = time.monotonic()
-            for _ in range(4):
-                dst.copy_(src)
-            torch.cuda.synchronize()
-            times.append(time.monotonic() - began)
-        del src, dst
-        torch.cuda.empty_cache()
-        return 4 * 2 * COPY_BYTES / statistics.median(times)
+        return 2 * _copy_rate(torch.empty_like(src), src)
+
+    def bus_bytes_per_s(self, is_read: bool) -> float:
+        """Bytes per second from pinned host memory to the device (`is_read`), or back."""
+        host = torch.ones(COPY_BYTES // 4, dtype=torch.uint8, pin_memory=True)
+        there = torch.ones_like(host, device=self._device)
+        return _copy_rate(there, host) if is_read else _copy_rate(host, there)
 
     def free_bytes(self) -> int:
         """GPU memory that is free."""
         torch.cuda.empty_cache()
         return int(torch.cuda.mem_get_info(self._device)[0])
 
+
+def _copy_rate(dst: torch.Tensor, src: torch.Tensor) -> float:
+    """Bytes per second that are copied."""
+    times = []
+    for _ in range(NUM_COPIES):
+        torch.cuda.synchronize()
+        began = time.monotonic()
+        for _ in range(4):
+            dst.copy_(src, non_blocking=True)
+        torch.cuda.synchronize()
+        times.append(time.monotonic() - began)
+    return 4 * len(src) / statistics.median(times)
+
+
+class GpuTrainer(_GpuMember):
+    """Holds all tensors of a model, each in its own memory."""
+
+    def __init__(self, setup: GpuSetup) -> None:
+        super().__init__(setup)
+        model = load_layers(setup.model, setup.num_layers)
+        self._module = payload.module_of(payload.whole_shapes(model), setup.device)
+        self._tensors = {name: parameter.data for name, parameter in self._module.named_parameters()}
+        self._sender: Sender | None = None
+
     def fill(self, version: int) -> None:
         """A version that differs everywhere from the one before."""
         for name, tensor in self._tensors.items():
-            contents.fill(tensor, name, version)
+            contents.fill(tensor, name, version, self._gpu)
         self._settle()
 
     def change_some(self, step: int) -> None:
@@ -170,11 +187,11 @@ class _EngineTensors:
         return Weights(held, ranges, keep=self, device=device)
 
 
-class GpuEngine:
+class GpuEngine(_GpuMember):
     """One tensor-parallel rank of an engine: fused projections, stacked experts."""
 
     def __init__(self, setup: GpuSetup) -> None:
-        self._setup, self._device = setup, torch.device(setup.device)
+        super().__init__(setup)
         model = load_layers(setup.model, setup.num_layers)
         self._shapes = payload.whole_shapes(model)
         recipe = engine_recipe(model, f"tp{setup.num_parts}", dtype=_ENGINE[setup.precision])
@@ -231,13 +248,13 @@ class GpuEngine:
         return is_right
 
     def _is_right(self, name: str, views: list[tuple[EngineBox, torch.Tensor]], version: int, steps: int) -> bool:
-        whole = contents.whole(name, self._shapes[name], version, steps, self._device)
+        whole = contents.whole(name, self._shapes[name], version, steps, self._gpu)
         made = {Op.COPY: whole}
         if any(box.op is Op.QUANTIZE for box, _ in views):
             made[Op.QUANTIZE], made[Op.SCALE] = reference_fp8(whole)
         for box, view in views:
             part = made[box.op][tuple(slice(a, a + n) for a, n in zip(box.lo, box.extent, strict=True))]
-            if not torch.equal(_bits(view), _bits(part)):
+            if not torch.equal(_bits(view.to(self._gpu)), _bits(part)):
                 return False
         return True
 
@@ -258,7 +275,7 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
 def serve(pipe: Connection, setup: GpuSetup) -> None:
     """The process."""
     try:
-        torch.cuda.set_device(setup.device)
+        torch.cuda.set_device(setup.gpu)
         member: GpuTrainer | GpuEngine = GpuTrainer(setup) if setup.side == "trainer" else GpuEngine(setup)
         answer_requests(pipe, member)
         member.shut()

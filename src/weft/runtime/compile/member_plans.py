@@ -21,11 +21,12 @@ from weft.core.streams.exchange import ScaleGroups
 from weft.core.streams.plan_streams import PlanChunks, plan_chunks
 from weft.core.streams.row_boxes import RowBoxes
 from weft.core.streams.stream import Path
+from weft.devices import CPU
 from weft.errors import PlanError
 from weft.runtime.compile.grids import TrainerGrids, trainer_grids
 from weft.runtime.compile.holding import LayoutRows
 from weft.runtime.compile.link_boxes import PlanBoxes
-from weft.runtime.compile.links import member_links
+from weft.runtime.compile.links import devices_of, member_links, packed_links, through_host
 from weft.runtime.compile.sharing import Neighbours
 from weft.runtime.control.columns import squeeze
 from weft.runtime.control.held import HeldTable
@@ -78,8 +79,11 @@ class MemberPlans:
     ) -> None:
         self._plan, self._digest, self._transports, self._settings = plan, digest, transports, settings
         self._trainers, self._engines = joins
-        devices = {engine: join.place.device for engine, join in self._engines.items()}
-        self.links = member_links(plan, transports, devices, settings)
+        self.through_host = through_host(*joins)
+        """Whether transports move host memory, also between members with weights on GPUs."""
+        devices = devices_of(self._engines)
+        packed = packed_links(devices_of(self._trainers), devices, settings) if self.through_host else ()
+        self.links = member_links(plan, transports, devices, settings, packed=packed)
         groups, rows = ScaleGroups.of(plan), plan.row_boxes
         _check_quantized(plan, rows)
         self._boxes = PlanBoxes(plan, rows)
@@ -150,7 +154,8 @@ class MemberPlans:
     def opening(self, engine: int) -> Opening:
         """The memory an engine rank has to open."""
         is_delta = self._settings.delta is DeltaPolicy.ON
-        is_live = self._settings.mode is ReceiverMode.IN_PLACE and not is_delta
+        is_behind_host = self.through_host and self._engines[engine].place.device != CPU
+        is_live = self._settings.mode is ReceiverMode.IN_PLACE and not is_delta and not is_behind_host
         landing, patches = int(self._landing_bytes[engine]), int(self._patch_room[:, engine].sum())
         return Opening(is_live=is_live, landing_bytes=landing, patch_bytes=patches)
 
@@ -186,6 +191,7 @@ class MemberPlans:
             carriage=self.links.carriage(trainer, engine),
             boxes=table.encoded,
             places=squeeze(places),
+            is_live=bool(opened.live),
             stream=opened.landing + int(self._streams[link]) if opened.landing else 0,
             patches=opened.patches + int(self._patches[link]) if opened.patches else 0,
             patch_bytes=int(self._patch_room[link]),

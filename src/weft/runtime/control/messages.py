@@ -25,7 +25,7 @@ from weft.transport.base import Descriptor, Endpoint
 from weft.transport.host import ProcessIdentity
 from weft.transport.registry import Place
 
-PROTOCOL = 8
+PROTOCOL = 9
 STEPS_AHEAD = 2
 """How many steps an engine rank may advance while the ranks of its engine agree on a boundary."""
 
@@ -272,6 +272,8 @@ class Open(_Message, frozen=True):
     """Engines: incarnations that are gone, and were not writing."""
     abandoned: bool = False
     """Engines: whether writes to them may still be in flight; closing their side ends these."""
+    through_host: bool = False
+    """Whether transports move host memory, also between members with weights on GPUs."""
     landing_bytes: int = 0
     """Engines: the landing area they need, or the window, where live memory is written."""
     patch_bytes: int = 0
@@ -296,6 +298,8 @@ class EngineTarget(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     """A table of weft.runtime.compile.link_boxes.LinkBoxes."""
     places: bytes
     """Where the tensors of that table lie: in the digest's space, and in live memory if that is written."""
+    is_live: bool = False
+    """Whether live memory is written."""
     stream: int = 0
     """Address of the stream in the landing area, or of the link's window."""
     patches: int = 0

@@ -548,11 +548,17 @@ class Controller:
         for member, known in self._membership.members.items():
             transports = sorted(set(known.transports.values()))
             asking = planned.parts.asking(known.join.rank) if known.join.side == "trainer" else None
-            message = Open(round=self._membership.round, transports=transports, asking=self._asking(asking))
+            message = Open(
+                round=self._membership.round,
+                transports=transports,
+                through_host=planned.parts.through_host,
+                asking=self._asking(asking),
+            )
             if known.join.side == "engine":
                 message = Open(
                     round=self._membership.round,
                     transports=transports,
+                    through_host=planned.parts.through_host,
                     writers=self._writers_of(known),
                     settled=sorted(self._settled),
                     abandoned=known.join.rank in self._abandoned,

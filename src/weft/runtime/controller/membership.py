@@ -15,11 +15,13 @@ from typing import Literal
 import msgspec
 
 from weft.config import DeltaPolicy, ReceiverMode, TransferSettings
+from weft.devices import CPU
 from weft.errors import ProtocolError
+from weft.runtime.compile.links import through_host
 from weft.runtime.control.channel import member_of
 from weft.runtime.control.member_id import MemberId
 from weft.runtime.control.messages import Join, Opened
-from weft.transport.registry import Choice, choose
+from weft.transport.registry import Choice, Place, choose
 
 Side = Literal["trainer", "engine"]
 MAX_CLOCK_STEP_NS = 86_400 * 10**9
@@ -218,15 +220,23 @@ def choose_links(
 ) -> dict[tuple[int, int], Choice]:
     """The transport of every link between a trainer and an engine rank."""
     own = settings.mode is ReceiverMode.SHADOW or settings.delta is DeltaPolicy.ON  # weft's own memory is written
-    places = {
-        engine: msgspec.structs.replace(dst.place, shareable=own or dst.place.shareable)
-        for engine, dst in engines.items()
-    }
+    passes_host = through_host(trainers, engines)
+    places = {}
+    for engine, dst in engines.items():
+        shareable = own or dst.place.shareable or (passes_host and dst.place.device != CPU)
+        places[engine] = msgspec.structs.replace(_linked(dst.place, passes_host), shareable=shareable)
     return {
-        (trainer, engine): choose(src.place, place, wanted=settings.transport, allow_fallback=settings.allow_fallback)
+        (trainer, engine): choose(
+            _linked(src.place, passes_host), place, wanted=settings.transport, allow_fallback=settings.allow_fallback
+        )
         for trainer, src in trainers.items()
         for engine, place in places.items()
     }
+
+
+def _linked(place: Place, passes_host: bool) -> Place:
+    """Where the memory lies that transports move for a member."""
+    return msgspec.structs.replace(place, device=CPU) if passes_host else place
 
 
 def _named(members: list[MemberId]) -> str:

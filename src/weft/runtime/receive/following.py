@@ -53,10 +53,10 @@ class Following:
         self._deadline = 0.0
         self._as_patches, self._tag = False, 0
 
-    def plan(self, landing: Landing) -> None:
-        """Follow another plan."""
+    def plan(self, landing: Landing, *, from_host: bool = False) -> None:
+        """Follow another plan. `from_host`: versions land in host memory, although the weights are on a GPU."""
         self.landing = landing
-        self._intake.plan(landing.patched)
+        self._intake.plan(landing.patched, from_host=from_host, stays_there=bool(landing.steps))
 
     def begin(self, version: int, *, as_patches: bool, whole: bool) -> None:
         """A version is expected."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -12,6 +12,7 @@ from weft.core.geometry.planes import Planes
 from weft.errors import CodecError
 from weft.runtime.control.messages import WriteReport
 from weft.runtime.receive.landing import ArrivingChunk, ArrivingLink, PatchedLink, PatchPlace
+from weft.transport.base import Memory
 
 
 def arriving_patches(link: PatchedLink, sizes: Sequence[int]) -> ArrivingLink:
@@ -49,8 +50,10 @@ class Patches:
         patcher: Patcher,
         *,
         compressed: bool = False,
+        bring: Callable[[int, int], Memory] | None = None,
     ) -> None:
-        self._patcher = patcher
+        """`bring`: copies bytes at an address to where the patcher can read them; None: it can."""
+        self._patcher, self._bring = patcher, bring
         sent = {part.trainer: part.sizes for part in parts}
         self.version = version
         self._all = [
@@ -59,11 +62,13 @@ class Patches:
             for chunk, at, size in zip(link.chunks, link.slots(sent[link.trainer]), sent[link.trainer], strict=True)
         ]
 
-    @staticmethod
     def _open(
-        trainer: int, chunk: PatchPlace, at: int, num_bytes: int, compressed: bool
-    ) -> tuple[int, int, Bytes | None]:
+        self, trainer: int, chunk: PatchPlace, at: int, num_bytes: int, compressed: bool
+    ) -> tuple[int, int, Bytes | Memory | None]:
         """Where a Chunk's patches are, unpacked: address, bytes, and the object that keeps them alive."""
+        if self._bring is not None:
+            memory = self._bring(at, num_bytes)
+            return memory.address, num_bytes, memory
         if not compressed:
             return at, num_bytes, None
         try:

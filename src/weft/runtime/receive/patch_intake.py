@@ -10,10 +10,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for_futures
+from functools import partial
 
 from weft.codec.patching import patcher_for
+from weft.devices import CPU
 from weft.errors import TransferTimeout
 from weft.runtime.control.messages import WriteReport
+from weft.runtime.memory import brought
 from weft.runtime.receive.incoming import Patches, arriving_patches
 from weft.runtime.receive.landing import ArrivingLink, PatchedLink
 from weft.runtime.receive.modes import Mode
@@ -23,15 +26,20 @@ class PatchIntake:
     """The patches of one version at a time."""
 
     def __init__(self, member: str, device: str) -> None:
-        self._member = member
-        self._patcher = patcher_for(device)
+        self._member, self._device = member, device
+        self._patcher, self._is_brought = patcher_for(device), False
         self._links: list[PatchedLink] = []
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"weft-{member}-patch")
         self._taking: Future[None] | None = None
 
-    def plan(self, links: Sequence[PatchedLink]) -> None:
-        """Where patches of all trainers will land."""
+    def plan(self, links: Sequence[PatchedLink], *, from_host: bool = False, stays_there: bool = False) -> None:
+        """Where patches of all trainers will land.
+
+        `from_host`: in host memory, though the weights are on a GPU. `stays_there`: what they change is there, too.
+        """
         self._links = list(links)
+        self._patcher = patcher_for(CPU if from_host and stays_there else self._device)
+        self._is_brought = from_host and not stays_there
 
     def arriving(self, parts: Sequence[WriteReport]) -> list[ArrivingLink]:
         """What is in flight; the sizes of patches are known once they were sent."""
@@ -59,7 +67,8 @@ class PatchIntake:
 
     def _take(self, version: int, parts: Sequence[WriteReport], mode: Mode, base: int | None, compressed: bool) -> None:
         """Check the patches, and hand them to the mode."""
-        patches = Patches(version, self._links, parts, self._patcher, compressed=compressed)
+        bring = partial(brought, self._device) if self._is_brought else None
+        patches = Patches(version, self._links, parts, self._patcher, compressed=compressed, bring=bring)
         patches.check(base=base)
         mode.take(patches, base)
 

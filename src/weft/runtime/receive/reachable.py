@@ -9,7 +9,9 @@ from typing import Any
 
 import numpy as np
 
+from weft.devices import CPU
 from weft.runtime.control.messages import Opened, Writer, pack
+from weft.runtime.memory import pinned
 from weft.runtime.receive.landing import check_contiguous
 from weft.runtime.receive.reservation import Reservation
 from weft.runtime.transports import OpenTransports
@@ -37,6 +39,8 @@ class ReachableMemory:
         self.patches: Memory | None = None
         self.window: Memory | None = None
         """Memory in front of the live weights, which is drained into them."""
+        self.is_behind_host = False
+        """Whether versions land in host memory, although the weights are on a GPU."""
         self._is_offered = False
         self._quarantine: list[_Quarantined] = []
 
@@ -48,7 +52,16 @@ class ReachableMemory:
     @property
     def is_live(self) -> bool:
         """Whether writers reach the live weights."""
-        return self.landing is None and self.patches is None
+        return self.landing is None and self.patches is None and not self.is_behind_host
+
+    def pass_host(self, through_host: bool) -> None:
+        """Land in host memory from now on, or where the weights lie; no writer reaches what was used before."""
+        is_behind_host = through_host and self.weights.device != CPU
+        if is_behind_host != self.is_behind_host:
+            self.close_transports(())
+            self.landing, self.patches, self.window = None, None, None
+            self.is_behind_host, self._is_offered = is_behind_host, False
+        self._transports.pass_host(through_host)
 
     def make_room_for_patches(self, num_bytes: int) -> None:
         """Memory for the patches of all trainers."""
@@ -63,7 +76,9 @@ class ReachableMemory:
             self.landing = self._make(num_bytes)
 
     def _make(self, num_bytes: int) -> Memory:
-        """Memory that transports reach, from the reservation if there is one."""
+        """Memory that transports reach, from the reservation if there is one on that device."""
+        if self.is_behind_host:
+            return pinned(self._transports.allocate(max(num_bytes, 1)))
         if self._reservation is None:
             return self._transports.allocate(max(num_bytes, 1))
         return self._reservation.take(max(num_bytes, 1), self._transports.allocate)

@@ -456,7 +456,7 @@ class Receiver:
                     self._transports[source.transport].connect(source.endpoint, [])
             except TransportError as error:  # no reason to leave: the next plan may be without that trainer
                 landing.unreachable = f"credits cannot be returned to trainer {source.trainer}: {error}"
-        self._following.plan(landing)
+        self._following.plan(landing, from_host=memory.is_behind_host)
         self._mode.plan(landing.steps)
 
     def _open_if_possible(self) -> None:
@@ -531,6 +531,7 @@ class Receiver:
     def _open(self, message: Open) -> None:
         """Open transports and prepare the memory that will be written."""
         settings = self._control.settings
+        self._memory.pass_host(message.through_host)
         self._transports.open(message.transports, settings)
         self._transports.forget_arrivals()
         self._writers = message.writers

@@ -50,7 +50,7 @@ class SendProgram:
         """`weights`: what is sent from, on whatever device."""
         self.transports, self.settings, self.mirror = transports, settings, mirror
         device = weights.device
-        on_host = settings.staging is StagingPolicy.CPU
+        on_host = settings.staging is StagingPolicy.CPU or transports.device != device
         self._patcher = patcher_for(CPU if on_host else device)
         self._allocate = partial(own_memory, device, on_host=on_host)
         self._registered: list[tuple[Transport[Any], Handle]] = []
@@ -134,7 +134,8 @@ class SendProgram:
     def _go_straight(self, outgoing: Outgoing, link: Link, program: _LinkProgram) -> None:
         """Convert into the engine's memory, if it is mapped and nothing reads the converted bytes again."""
         transport = self.transports[link.transport]
-        wanted = not outgoing.is_kept and program.position is None and not program.target.carriage.num_slots
+        carriage = program.target.carriage
+        wanted = carriage.is_mapped and not outgoing.is_kept and program.position is None and not carriage.num_slots
         if not wanted or not isinstance(transport, MappedTransport):
             return
         try:
@@ -251,9 +252,8 @@ class _LinkProgram:
 
     def __init__(self, target: EngineTarget, stream: LinkStream, *, is_digested: bool) -> None:
         self.target, self.stream = target, stream
-        lands_live = not target.carriage.lands_in_stream and not target.patches
-        places = expand(target.places, ["position", "address"] if lands_live else ["position"])
-        self.to: Int64s | int = places["address"] if lands_live else target.stream
+        places = expand(target.places, ["position", "address"] if target.is_live else ["position"])
+        self.to: Int64s | int = places["address"] if target.is_live else target.stream
         self.position = places["position"] if is_digested else None
 
     @cached_property

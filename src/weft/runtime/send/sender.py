@@ -27,7 +27,6 @@ from weft.errors import ProtocolError, TransferTimeout, VersionError, WeftError
 from weft.events import Event
 from weft.runtime.control.member import ControlThread, Duties
 from weft.runtime.control.messages import (
-    Asking,
     Decide,
     Failed,
     Go,
@@ -433,8 +432,8 @@ class Sender:
     def _handle(self, message: Any) -> None:
         """A message from the controller."""
         match message:
-            case Open(round=number, transports=names, asking=asking):
-                self._open(number, names, asking)
+            case Open():
+                self._open(message)
             case SendPlan():
                 self._abandoned.clear()  # engines have closed the memory those writes were for
                 self._follow(message)
@@ -457,16 +456,18 @@ class Sender:
             reason = f"{self._member} gave it up: {error or 'it is no longer published'}"
             self._control.post(Stopped(version=version, reason=reason, has_written=False))
 
-    def _open(self, number: int, names: list[str], asking: list[Asking] | None) -> None:
-        self._transports.open(names, self._control.settings)
+    def _open(self, message: Open) -> None:
+        self._transports.pass_host(message.through_host)
+        self._transports.open(message.transports, self._control.settings)
         self._end_exchange()
-        if asking is not None:
+        if message.asking is not None:
             silence_s = self._control.settings.silence_s
             self._exchange = Exchange(
-                self._member, asking, controller=self._address, keys=self._keys, silence_s=silence_s
+                self._member, message.asking, controller=self._address, keys=self._keys, silence_s=silence_s
             )
         magnitudes = None if self._exchange is None else self._exchange.server
-        self._control.post(Opened(round=number, offers=self._transports.offers(()), magnitudes=magnitudes))
+        offers = self._transports.offers(())
+        self._control.post(Opened(round=message.round, offers=offers, magnitudes=magnitudes))
 
     def _end_exchange(self) -> None:
         exchange, self._exchange = self._exchange, None
