@@ -133,6 +133,7 @@ class GpuCase:
                     model=self.model,
                     num_layers=self.num_layers,
                     device=CPU if side == self.host_side else self.device,
+                    gpu=self.device,
                     num_parts=self.num_parts,
                     precision=precision,
                     handles=end,

@@ -75,19 +75,19 @@ class _GpuMember:
 
     def copy_bytes_per_s(self) -> float:
         """Bytes read and written per second by the device's own copy."""
-        src = torch.ones(COPY_BYTES, dtype=torch.uint8, device=self._device)
+        src = torch.ones(COPY_BYTES, dtype=torch.uint8, device=self._gpu)
         return 2 * _copy_rate(torch.empty_like(src), src)
 
     def bus_bytes_per_s(self, is_read: bool) -> float:
         """Bytes per second from pinned host memory to the device (`is_read`), or back."""
         host = torch.ones(COPY_BYTES // 4, dtype=torch.uint8, pin_memory=True)
-        there = torch.ones_like(host, device=self._device)
+        there = torch.ones_like(host, device=self._gpu)
         return _copy_rate(there, host) if is_read else _copy_rate(host, there)
 
     def free_bytes(self) -> int:
         """GPU memory that is free."""
         torch.cuda.empty_cache()
-        return int(torch.cuda.mem_get_info(self._device)[0])
+        return int(torch.cuda.mem_get_info(self._gpu)[0])
 
 
 def _copy_rate(dst: torch.Tensor, src: torch.Tensor) -> float:
