@@ -205,7 +205,7 @@ class Fleet:
         **settings: Any,
     ) -> None:
         self.shapes, self.density, self.precision = shapes, density, precision
-        defaults = {"silence_s": 2.0, "version_s": 10.0, "nixl_devices": "lo"}
+        defaults = {"silence_s": 5.0, "version_s": 20.0, "nixl_devices": "lo"}
         self._options = {
             "num_trainers": num_trainers,
             "num_engine_ranks": num_engines,
