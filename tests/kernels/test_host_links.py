@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import threading
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -37,7 +37,7 @@ GPU = "cuda:0"
 class RecordedPin:
     """Memory that would be pinned."""
 
-    pinned: dict[int, int] = {}
+    pinned: ClassVar[dict[int, int]] = {}
 
     def __init__(self, address: int, num_bytes: int, *, keep: object = None) -> None:
         self._address, self._num_bytes, self._keep = address, num_bytes, keep
