@@ -6,7 +6,7 @@ PIP    := $(BIN)/python -m pip --disable-pip-version-check --quiet
 
 ENGINES := .venv-engines
 
-.PHONY: help demo test test-engines storm check bench bench-engines docs clean
+.PHONY: help demo test test-engines test-lab storm check bench bench-engines docs clean
 
 help:                               ## list all targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -19,6 +19,9 @@ test: $(VENV)/.dev                  ## run the whole test suite
 
 test-engines: $(ENGINES)/.installed ## test against real inference and transfer engines, in an environment of their own
 	$(ENGINES)/bin/python -m pytest -m engines tests/integrations tests/contract
+
+test-lab: $(VENV)/.dev              ## run weft between virtual hosts on this machine (needs root)
+	$(BIN)/pytest tests/lab
 
 storm: $(VENV)/.dev                 ## kill, stop and restart members, over 3 transports and all modes: half an hour
 	$(BIN)/python -m tests.process.storm --versions 500 --json storm.json

@@ -17,6 +17,7 @@ from weft.cli.bench import bench_app
 from weft.cli.controller import controller_command
 from weft.cli.env import env_command
 from weft.cli.keys import keys_command
+from weft.cli.lab import lab_app
 from weft.cli.lists import models_command, presets_command, topologies_command
 from weft.cli.output import err, out
 from weft.cli.plan import plan_command
@@ -48,6 +49,7 @@ app.command("serve")(serve_command)
 app.command("keys")(keys_command)
 app.command("env")(env_command)
 app.add_typer(bench_app, name="bench")
+app.add_typer(lab_app, name="lab")
 app.command("models")(models_command)
 app.command("presets")(presets_command)
 app.command("topologies")(topologies_command)

@@ -46,8 +46,9 @@ class SendProgram:
         weights: Weights,
         *,
         mirror: Mirror | None = None,
+        without: Collection[int] = (),
     ) -> None:
-        """`weights`: what is sent from, on whatever device."""
+        """`weights`: what is sent from, on whatever device. `without`: engine ranks that are not connected to."""
         self.transports, self.settings, self.mirror = transports, settings, mirror
         device = weights.device
         on_host = settings.staging is StagingPolicy.CPU or transports.device != device
@@ -70,7 +71,12 @@ class SendProgram:
         """Address just past the last byte of the weights a group reads."""
         self._outgoing: list[Outgoing] = []
         self._programs = _compile(plan.targets, is_digested=settings.digest is DigestPolicy.ON)
-        self.links = [self._connect(program) for program in self._programs]
+        self.links = [
+            Link(program.target.engine, program.target.offer.endpoint.transport, obstacle="writes to it were cut off")
+            if program.target.engine in without
+            else self._connect(program)
+            for program in self._programs
+        ]
         self.chunks = self._make_chunks()
         self.room = Room([self._staged_bytes(chunk) for chunk in self.chunks], settings.staging_bytes_on(device))
         self.memory = self._allocate(self.room.num_bytes) if self.room.num_bytes else None

@@ -15,6 +15,7 @@ previous one.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
@@ -23,7 +24,7 @@ from typing import Any, Self
 
 from weft.config import DeltaPolicy
 from weft.devices import device_work
-from weft.errors import ProtocolError, TransferTimeout, VersionError, WeftError
+from weft.errors import ProtocolError, TransferTimeout, TransportError, VersionError, WeftError
 from weft.events import Event
 from weft.runtime.control.member import ControlThread, Duties
 from weft.runtime.control.messages import (
@@ -234,6 +235,8 @@ class Sender:
         """The exchange with trainers that hold parts of the same FP8 blocks."""
         self._abandoned: set[int] = set()
         """Engine ranks to which writes may still be in flight, since this plan."""
+        self._cut: frozenset[str] = frozenset()
+        """Transports that were torn down and could not be reopened."""
         self._run_stages: RunStages = run
         """How stages are run: overlapping, unless a benchmark measures the gain from that."""
         self._publications: dict[int, Publication] = {}
@@ -318,22 +321,38 @@ class Sender:
     def _reconnect(self) -> set[int]:
         """Reopen transports that had to be torn down to stop writing; returns the engine ranks concerned.
 
-        There is no new plan meanwhile: the controller has not yet heard that this trainer stopped.
+        There is no new plan meanwhile: the controller has not yet heard that this trainer stopped. Those engine ranks
+        are left alone until there is: connecting to a host that is cut off can take minutes.
         """
         cut = self._transports.close_cut()
         if not cut or self._program is None or self._plan is None:
             return set()
         abandoned = {link.engine for link in self._program.links if link.peer in cut.get(link.transport, ())}
         self._abandoned |= abandoned
-        self._transports.open(cut, self._control.settings)
-        self._follow(self._plan)
+        self._forget_plan()
+        self._cut = frozenset(cut)
+        with contextlib.suppress(TransportError):  # the next version tries again
+            self._reopen()
         return abandoned
+
+    def _reopen(self) -> None:
+        """Open what was torn down, unless it is open again. Raises TransportError while this host is cut off."""
+        if self._cut and self._plan is not None:
+            self._transports.open(self._cut, self._control.settings)
+            self._follow(self._plan)
 
     def _follow(self, plan: SendPlan) -> None:
         """Get ready to send as planned."""
         self._forget_plan()
-        self._plan = plan
-        self._program = SendProgram(plan, self._transports, self._control.settings, self._weights, mirror=self._mirror)
+        self._plan, self._cut = plan, frozenset()
+        self._program = SendProgram(
+            plan,
+            self._transports,
+            self._control.settings,
+            self._weights,
+            mirror=self._mirror,
+            without=self._abandoned,
+        )
         if self._exchange is not None:
             self._exchange.follow(plan.round, self._program.cut_blocks, plan.holders)
 
@@ -356,6 +375,7 @@ class Sender:
         job = Job(go, deadline, member=self._member, on_released=publication._released.set)
         publication._begin(job)
         self._work.synchronize()  # what the trainer queued before publishing must be in memory
+        self._reopen()
         assert self._program is not None
         if go.whole:
             sent = send_whole(self._program, job, self._run_stages)

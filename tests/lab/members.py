@@ -1,0 +1,96 @@
+"""Programs that run on the hosts of a lab: `python -m tests.lab.members NAME ARGUMENTS`."""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import signal
+import socket
+import sys
+import time
+
+import numpy as np
+
+PORT = 7070
+WAIT_S = 60.0
+
+
+def receive(num_bytes: str) -> None:
+    """A server that reads bytes and prints how long that took, from the first one on."""
+    with socket.create_server((os.environ["WEFT_LAB_ADDRESS"], PORT)) as server:
+        print("listening", flush=True)
+        connection, _ = server.accept()
+        with connection:
+            left = int(num_bytes) - len(connection.recv(1))
+            began = time.monotonic()
+            while left and (found := connection.recv(1 << 20)):
+                left -= len(found)
+            print(left, time.monotonic() - began, flush=True)
+
+
+def send(address: str, num_bytes: str) -> None:
+    with socket.create_connection((address, PORT), timeout=WAIT_S) as connection:
+        connection.sendall(bytes(int(num_bytes)))
+
+
+def place() -> None:
+    """Where weft believes this process to be."""
+    from weft.transport.registry import place_here  # noqa: PLC0415 - the other programs start faster without
+
+    print(place_here().host, socket.gethostname(), flush=True)
+
+
+def control(keys: str) -> None:
+    """A controller of one trainer and one engine, until its input ends."""
+    import weft  # noqa: PLC0415
+
+    address = f"tcp://{os.environ['WEFT_LAB_ADDRESS']}:{PORT}"
+    settings = weft.TransferSettings(silence_s=5.0, version_s=WAIT_S, nixl_devices=os.environ["UCX_NET_DEVICES"])
+    security = weft.Security(keys=keys)
+    with weft.Controller(address, num_trainers=1, num_engine_ranks=1, settings=settings, security=security) as made:
+        print("listening", flush=True)
+        sys.stdin.read()
+        print(sorted(made.statistics().links), flush=True)
+
+
+def train(keys: str, controller: str, num_elements: str) -> None:
+    """Publishes a version for each line of its input: numbers that say the version."""
+    import weft  # noqa: PLC0415
+
+    weights = np.zeros(int(num_elements), np.float32)
+    with weft.Sender(
+        f"tcp://{controller}:{PORT}",
+        rank=0,
+        weights=weft.Weights.from_arrays({"w": weights}),
+        security=weft.Security(keys=keys),
+        timeout_s=WAIT_S,
+    ) as sender:
+        for line in sys.stdin:
+            weights[:] = np.arange(len(weights)) % 1000 + 1000 * int(line)
+            try:
+                sender.publish(version=int(line)).wait_committed(WAIT_S)
+                print("committed", flush=True)
+            except weft.WeftError as error:
+                print(str(error).replace("\n", " "), flush=True)
+
+
+def serve(keys: str, controller: str, num_elements: str) -> None:
+    """Takes versions for ever, and says which it serves and whether all numbers are right."""
+    import weft  # noqa: PLC0415
+
+    weights = np.zeros(int(num_elements), np.float32)
+    with weft.Receiver(
+        f"tcp://{controller}:{PORT}",
+        rank=0,
+        weights=weft.Weights.from_arrays({"w": weights}),
+        security=weft.Security(keys=keys),
+    ) as receiver:
+        while True:
+            version = receiver.take(WAIT_S)
+            right = np.array_equal(weights, (np.arange(len(weights)) % 1000 + 1000 * version).astype(np.float32))
+            print(version, right, flush=True)
+
+
+if __name__ == "__main__":
+    faulthandler.register(signal.SIGUSR1)  # shows what a program that hangs is doing
+    {each.__name__: each for each in (receive, send, place, control, train, serve)}[sys.argv[1]](*sys.argv[2:])
