@@ -12,6 +12,7 @@ from typing import Any, Self
 from weft.errors import TransferTimeout, WeftError
 
 ANSWER_S = 300.0
+END_S = 10.0
 START_S = 0.05
 """How far in the future a common start lies."""
 
@@ -22,17 +23,29 @@ class Fleet:
     def __init__(self, serve: Callable[[Connection, Any], None], setups: Mapping[tuple[str, int], Any]) -> None:
         """`serve` runs in each process, with one of the setups: of each side and rank."""
         self.num_trainers = sum(side == "trainer" for side, _ in setups)
-        context = multiprocessing.get_context("spawn")
+        self._serve = serve
         self._pipes: dict[tuple[str, int], Connection] = {}
-        self._processes = []
+        self._processes: list[Any] = []
         for name, setup in setups.items():
-            ours, theirs = context.Pipe()
-            process = context.Process(target=serve, args=(theirs, setup), daemon=True)
-            process.start()
-            theirs.close()
-            self._pipes[name] = ours
+            self._pipes[name], process = self._launch(name, setup)
             self._processes.append(process)
         self._collect(list(self._pipes))
+
+    def _launch(self, name: tuple[str, int], setup: Any) -> tuple[Connection, Any]:
+        """Start a process; returns its pipe."""
+        context = multiprocessing.get_context("spawn")
+        ours, theirs = context.Pipe()
+        process = context.Process(target=self._serve, args=(theirs, setup), daemon=True, name=f"{name[0]} {name[1]}")
+        process.start()
+        theirs.close()
+        return ours, process
+
+    @staticmethod
+    def _end(process: Any) -> None:
+        """Wait for a process that was told to end, or kill it."""
+        process.join(END_S)
+        process.kill()
+        process.join()
 
     def ask(self, side: str, method: str, **arguments: Any) -> list[tuple[str, int]]:
         """Call a method on all of one side; `answers` collects the results."""
@@ -85,9 +98,7 @@ class Fleet:
             except OSError:
                 continue
         for process in self._processes:
-            process.join(10.0)
-            process.kill()
-            process.join()
+            self._end(process)
 
     def __enter__(self) -> Self:
         return self

@@ -40,9 +40,24 @@ _SMALLEST_CONFIG = {
 }
 
 
+SMALL = "small"
+"""A model of 50 MB with eight heads: large enough for slow networks."""
+_SMALL_CONFIG = {
+    **_SMALLEST_CONFIG,
+    "hidden_size": 512,
+    "intermediate_size": 2048,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 8,
+    "vocab_size": 8192,
+    "tie_word_embeddings": False,
+}
+_OWN_CONFIGS = {SMALLEST: _SMALLEST_CONFIG, SMALL: _SMALL_CONFIG}
+
+
 def load_payload(name: str) -> Model:
     """A model by its name in benchmarks."""
-    return build_model(name, _SMALLEST_CONFIG) if name == SMALLEST else load_model(name)
+    return build_model(name, _OWN_CONFIGS[name]) if name in _OWN_CONFIGS else load_model(name)
 
 
 def module_of(shapes: Mapping[str, tuple[int, ...]], device: str) -> torch.nn.Module:

@@ -12,6 +12,9 @@ from weft.core.planner import make_plan
 from weft.core.topology import Cluster, HostKind, Nic
 from weft.sim.simulator import Options, simulate
 
+COPY_BYTES_PER_S = 2e9
+"""One core's copies, where networks are far slower."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rates:
@@ -42,22 +45,35 @@ def predict(
     per_process = wire / num_trainers
     if digest == DigestPolicy.ON and rates.digest:
         per_process = 1 / (1 / per_process + 1 / rates.digest)
+    cluster = _machine(per_process, rates.copy / num_trainers)
+    return _predict_on(cluster, model, num_trainers, num_engine_ranks, num_parts, mode)
+
+
+def predict_hosts(
+    model: Model, *, num_trainers: int, num_engine_ranks: int, num_nics: int, nic_bytes_per_s: float
+) -> float:
+    """Seconds of a version from FSDP trainers to one tensor-parallel engine, every rank a host with such NICs."""
+    cluster = _machine(nic_bytes_per_s, COPY_BYTES_PER_S, num_nics=num_nics)
+    return _predict_on(cluster, model, num_trainers, num_engine_ranks, num_engine_ranks, ReceiverMode.SHADOW)
+
+
+def _predict_on(
+    cluster: Cluster, model: Model, num_trainers: int, num_engine_ranks: int, num_parts: int, mode: str
+) -> float:
     plan = make_plan(
         trainer=trainer_layout(model, f"fsdp{num_trainers}"),
         recipe=engine_recipe(model, f"tp{num_parts}", num_replicas=num_engine_ranks // num_parts),
-        topology=_machine(per_process, rates.copy / num_trainers).place(
-            num_trainers=num_trainers, num_engines=num_engine_ranks
-        ),
+        topology=cluster.place(num_trainers=num_trainers, num_engines=num_engine_ranks),
     )
     return simulate(plan, options=Options(mode=ReceiverMode(mode))).predicted_s
 
 
-def _machine(bytes_per_s: float, copy_bytes_per_s: float) -> Cluster:
+def _machine(bytes_per_s: float, copy_bytes_per_s: float, *, num_nics: int = 1) -> Cluster:
     """Every process is a host of its own, reached at the measured rate."""
     card = Nic(devices=(0,), gbps=bytes_per_s * 8 / 1e9, latency_us=1.0, gap_us=0.1)
     host = HostKind(
         devices=1,
-        nics=(card,),
+        nics=(card,) * num_nics,
         link_gb_per_s=bytes_per_s / 1e9,
         pinned_gb_per_s=copy_bytes_per_s / 1e9,
         device_gb_per_s=copy_bytes_per_s / 1e9,

@@ -22,6 +22,7 @@ from weft.bench.fleet import Fleet, answer_requests, free_port
 from weft.bench.limited import LimitedShm
 from weft.events import busy_seconds
 from weft.integrations.torch import weights_of
+from weft.runtime.control.security import Security
 from weft.runtime.receive.receiver import Receiver
 from weft.runtime.send.pipeline import run, run_in_turn
 from weft.runtime.send.sender import Publication, Sender
@@ -42,6 +43,8 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     port: int
     """Where the torch process group of all workers meets."""
+    master: str = "127.0.0.1"
+    """The address of that port."""
     precision: str = "bf16"
     """Of engines: `bf16` or `fp8`, where matrices come with the scales of their blocks."""
 
@@ -56,7 +59,7 @@ class BenchMember:
         world = setup.num_trainers + setup.num_engine_ranks
         number = setup.rank if setup.side == "trainer" else setup.num_trainers + setup.rank
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{setup.port}", rank=number, world_size=world)
+        dist.init_process_group("gloo", init_method=f"tcp://{setup.master}:{setup.port}", rank=number, world_size=world)
         self.trainers_mesh = DeviceMesh("cpu", list(range(setup.num_trainers)))
         self.groups = baselines.Groups.make(setup.num_trainers, setup.num_engine_ranks)
 
@@ -87,9 +90,9 @@ class BenchTrainer(BenchMember):
         """The next version's contents, one percent of which is new."""
         payload.advance_some(self.weights, step)
 
-    def open(self, address: str) -> None:
+    def open(self, address: str, security: Security | None = None) -> None:
         """Become a weft sender."""
-        self.sender = Sender(address, rank=self.setup.rank, weights=self.weights, timeout_s=WAIT_S)
+        self.sender = Sender(address, rank=self.setup.rank, weights=self.weights, timeout_s=WAIT_S, security=security)
 
     def publish(self, version: int, start: float) -> tuple[float, float, float]:
         """Publish at a given time and wait until every engine serves it: begin, end, seconds of writing."""
@@ -208,11 +211,11 @@ class BenchEngine(BenchMember):
         """The weights where they lie now; receiving in place may have moved them."""
         return weights_of(self.module, parts={name: part for name, (part, _) in self.parts.items()})
 
-    def open(self, address: str) -> None:
+    def open(self, address: str, security: Security | None = None) -> None:
         """Become a weft receiver, with weights in ordinary memory: another method may have moved them."""
         for parameter in self.module.parameters():
             parameter.data = parameter.data.clone()
-        self.receiver = Receiver(address, rank=self.setup.rank, weights=self.live_weights())
+        self.receiver = Receiver(address, rank=self.setup.rank, weights=self.live_weights(), security=security)
 
     def receive(self) -> float:
         """Wait for a version and commit it; returns the pause in seconds."""

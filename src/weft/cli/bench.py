@@ -18,11 +18,13 @@ from weft.config import ReceiverMode
 from weft.core.topology import cluster_toml, load_topology
 from weft.devices import memory_kind
 from weft.errors import ConfigError, TransportUnavailable, WeftError
+from weft.lab.commands import check_possible
 from weft.runtime.controller.planning import DEFAULT_TOPOLOGY
 
 if TYPE_CHECKING:
     from weft.bench.codec import CodecReport
     from weft.bench.on_gpu.measure import GpuReport
+    from weft.bench.scaling.measure import ScalingReport
     from weft.bench.transfer import Report, TransferRow
 
 bench_app = typer.Typer(no_args_is_help=True, help="Measure this machine.")
@@ -102,6 +104,61 @@ def transfer_command(
     wrong = [row.method for row in report.rows if row.verified is False]
     if wrong:
         raise WeftError(f"{wrong[0]} did not transfer every byte correctly")
+
+
+@bench_app.command("scaling")
+def scaling_command(
+    senders: Annotated[
+        list[int] | None, typer.Option(min=1, max=32, help="Sending hosts. Default: 1, 2, 4, 8.")
+    ] = None,
+    receivers: Annotated[int, typer.Option(min=1, max=31, help="Receiving hosts: the ranks of one engine.")] = 8,
+    nic: Annotated[str, typer.Option(help="Rate of every NIC.")] = "100mbit",
+    nics: Annotated[int, typer.Option(min=1, max=4, help="NICs per host.")] = 1,
+    model: Annotated[str, typer.Option(help="Model whose tensor shapes are moved.")] = "small",
+    repeat: Annotated[int, typer.Option(min=1, max=1000, help="Versions per method; medians are shown.")] = 3,
+    baselines: Annotated[bool, typer.Option(help="Also measure the baselines: broadcast, gather.")] = True,
+    as_json: Json = False,
+) -> None:
+    """Measure how a version's rate grows with sending hosts, in a lab with rate-limited NICs (needs root)."""
+    check_possible()
+    logging.disable(logging.WARNING)  # members that leave are expected here
+    scaling = _load("scaling.measure")
+    case = scaling.ScalingCase(
+        model=model,
+        num_senders=tuple(senders or (1, 2, 4, 8)),
+        num_receivers=receivers,
+        nic=nic,
+        num_nics=nics,
+    )
+    with progress() as say:
+        report = scaling.measure(case, repeat=repeat, baselines=baselines, say=_tell(say))
+    if as_json:
+        print_json(report.to_json())
+    else:
+        _show_scaling(report)
+    wrong = [row.method for row in report.rows if row.verified is False]
+    if wrong:
+        raise WeftError(f"{wrong[0]} did not transfer every byte correctly")
+
+
+def _show_scaling(report: ScalingReport) -> None:
+    title = f"{report.model}, {report.num_bytes / 1e6:.0f} MB, NICs of {report.nic}"
+    table = Table(title=title, title_justify="left")
+    for name in ("method", "senders", "s", "predicted s", "MB/s", "of NICs", "sent MB", "cores busy", "verified"):
+        table.add_column(name, justify="left" if name == "method" else "right")
+    for row in report.rows:
+        table.add_row(
+            row.method,
+            str(row.num_senders),
+            f"{row.seconds:.2f}",
+            "" if row.predicted_s is None else f"{row.predicted_s:.2f}",
+            f"{row.gb_per_s * 1e3:.1f}",
+            f"{row.fraction_of_nics:.2f}",
+            f"{row.sent_bytes / 1e6:.1f}",
+            f"{row.cpu_share:.0%}",
+            {None: "", True: "yes", False: "NO"}[row.verified],
+        )
+    out.print(table)
 
 
 @bench_app.command("links")

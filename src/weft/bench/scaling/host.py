@@ -1,0 +1,102 @@
+"""What runs on the hosts of a lab for `weft bench scaling`: `python -m weft.bench.scaling.host DESCRIPTOR`."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection
+from typing import Any
+
+import msgspec
+
+from weft.bench.fleet import answer_requests
+from weft.bench.scaling.sockets import Sink, stream
+from weft.bench.worker import BenchEngine, BenchTrainer, Setup
+from weft.config import TransferSettings
+from weft.runtime.control.security import Security
+from weft.runtime.controller.controller import Controller
+
+
+class ScalingTrainer(BenchTrainer):
+    """A trainer on a host of its own."""
+
+    def stream(self, sinks: Sequence[tuple[str, int]], num_bytes: int, start: float) -> tuple[float, float]:
+        """Send so many bytes to each sink through plain sockets."""
+        return stream(sinks, num_bytes, start)
+
+
+class ScalingEngine(BenchEngine):
+    """An engine rank on a host of its own."""
+
+    _sink: Sink | None = None
+
+    def listen(self, num_senders: int, num_bytes: int) -> tuple[str, int]:
+        """Wait for bytes from plain sockets; returns where."""
+        address = os.environ["WEFT_LAB_ADDRESS"]
+        self._sink = Sink(address, num_senders=num_senders, num_bytes=num_bytes)
+        return address, self._sink.port
+
+    def collect(self) -> None:
+        """Wait until they are there."""
+        assert self._sink is not None
+        self._sink.close()
+
+
+class ScalingController:
+    """The controller, on a host of its own."""
+
+    def __init__(self, setup: Setup) -> None:
+        self._setup = setup
+        self._controller: Controller | None = None
+
+    def open(self, settings: dict[str, Any], security: Security) -> str:
+        """Listen for the members of this fleet; returns where."""
+        self._controller = Controller(
+            f"tcp://{os.environ['WEFT_LAB_ADDRESS']}:*",
+            num_trainers=self._setup.num_trainers,
+            num_engine_ranks=self._setup.num_engine_ranks,
+            ranks_per_engine=self._setup.num_parts,
+            settings=msgspec.convert(settings, TransferSettings),
+            security=security,
+        )
+        return self._controller.address
+
+    def wire_bytes(self) -> int:
+        """Bytes of the last version on the wire."""
+        assert self._controller is not None
+        return self._controller.statistics().last_wire_bytes
+
+    def shut(self) -> None:
+        """Stop."""
+        if self._controller is not None:
+            self._controller.close()
+        self._controller = None
+
+    def close(self) -> None:
+        """Nothing else is open."""
+
+
+MEMBERS: dict[str, Callable[[Setup], ScalingTrainer | ScalingEngine | ScalingController]] = {
+    "trainer": ScalingTrainer,
+    "engine": ScalingEngine,
+    "controller": ScalingController,
+}
+
+
+def serve(pipe: Connection) -> None:
+    """The process; its setup comes first."""
+    logging.disable(logging.WARNING)  # members that leave are expected here
+    setup: Setup = pipe.recv()
+    try:
+        member = MEMBERS[setup.side](setup)
+        answer_requests(pipe, member)
+        member.shut()
+        member.close()
+    except Exception as error:
+        pipe.send((False, f"{type(error).__name__}: {error}"))
+
+
+if __name__ == "__main__":
+    serve(Connection(int(sys.argv[1])))

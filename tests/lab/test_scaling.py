@@ -1,0 +1,42 @@
+"""`weft bench scaling`: every method moves a version between the hosts of a lab, and says what it cost."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from weft.transport.registry import is_installed
+
+pytestmark = [pytest.mark.lab, pytest.mark.skipif(not is_installed("nixl"), reason="NIXL is not installed")]
+WAIT_S = 300.0
+FIELDS = {
+    "method",
+    "num_senders",
+    "num_receivers",
+    "nic_gb_per_s",
+    "num_nics",
+    "seconds",
+    "gb_per_s",
+    "fraction_of_nics",
+    "predicted_s",
+    "verified",
+}
+
+
+def test_all_methods_are_measured_and_verified():
+    options = ["--senders", "2", "--receivers", "2", "--nic", "400mbit", "--nics", "2", "--repeat", "1"]
+    command = [sys.executable, "-m", "weft", "bench", "scaling", *options, "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=WAIT_S, check=False)
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    rows = {row["method"]: row for row in report["rows"]}
+    assert all(set(row) >= FIELDS for row in report["rows"])
+    assert {name for name, row in rows.items() if row["verified"] is not True} == {"plain sockets"}
+    assert len(rows) == 5
+    assert rows["weft"]["predicted_s"] > 0
+    assert rows["weft"]["sent_bytes"] > report["num_bytes"], "every byte crosses the NICs"
+    assert rows["weft, 1% changed"]["sent_bytes"] < report["num_bytes"] / 10
+    assert rows["gather to rank 0, broadcast (Gloo)"]["sent_bytes"] > report["num_bytes"]
