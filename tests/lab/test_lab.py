@@ -108,8 +108,8 @@ def test_what_a_killed_lab_leaves_is_removed_by_the_next():
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as launcher:
         assert launcher.stdout is not None
         name, sleeping = launcher.stdout.readline().split()
+        assert any(name in namespace for namespace in namespaces())
         launcher.kill()
-    assert any(name in namespace for namespace in namespaces())
     with Lab(alike(hosts=1, nic=RATE)):
         assert not any(name in namespace for namespace in namespaces())
         assert name not in [record.name for record in records.all_labs()]

@@ -61,7 +61,7 @@ class Fleet:
 
 @pytest.fixture
 def fleet(tmp_path: Path) -> Iterator[Any]:
-    with Lab(alike(hosts=3, nic="160mbit")) as lab, contextlib.ExitStack() as stack:
+    with Lab(alike(hosts=3, nic="24mbit")) as lab, contextlib.ExitStack() as stack:
         yield Fleet(lab, tmp_path, stack)
 
 
