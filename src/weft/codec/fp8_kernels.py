@@ -141,7 +141,7 @@ def _amax_kernel(table, amax, wild, ELEMENT: tl.constexpr, ROWS: tl.constexpr): 
     tl.atomic_max(amax + tl.load(tile + 4), largest.to(tl.int32, bitcast=True))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_scales"])
 def _scale_kernel(table, num_scales, image, amax, SCALES: tl.constexpr):  # type: ignore[no-untyped-def]
     """Write the scales of some blocks, each at its place in the image."""
     number = tl.program_id(0) * SCALES + tl.arange(0, SCALES)

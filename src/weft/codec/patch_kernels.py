@@ -2,6 +2,9 @@
 
 Sizes of patches stay on the device: a kernel finds in `state` where its patch begins, because the patches of an image's
 sections are contiguous. The host waits once, for the last of them.
+
+Numbers that differ from version to version or from Chunk to Chunk are not specialised on: Triton would compile a kernel
+anew for every one that is 1, or a multiple of 16, in the middle of a version.
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ APPLY_WARPS = 4
 _TYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_elements"])
 def _encode_kernel(  # type: ignore[no-untyped-def]
     now,
     old,
@@ -176,7 +179,7 @@ def _write_changes(  # type: ignore[no-untyped-def]
         bits = bits & (bits - 1)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first_record", "width_and_magic", "num_elements", "base", "version"])
 def _finish_kernel(out, state, first_record, width_and_magic, num_elements, base, version):  # type: ignore[no-untyped-def]
     """The header of a patch whose records are written; the next one begins after it, at a multiple of eight bytes."""
     begin = tl.load(state)
@@ -191,7 +194,7 @@ def _finish_kernel(out, state, first_record, width_and_magic, num_elements, base
     tl.store(state + 1, 0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_bytes"])
 def _open_kernel(  # type: ignore[no-untyped-def]
     data, num_bytes, sections, found, NUM_SECTIONS: tl.constexpr, HEADER: tl.constexpr
 ):
@@ -221,7 +224,7 @@ def _open_kernel(  # type: ignore[no-untyped-def]
     tl.store(found + NUM_SECTIONS * 6, at)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_elements"])
 def _check_kernel(  # type: ignore[no-untyped-def]
     data, opened, num_elements, flags, WIDTH: tl.constexpr, GROUPS: tl.constexpr, HEADER: tl.constexpr
 ):
@@ -252,7 +255,7 @@ def _check_kernel(  # type: ignore[no-untyped-def]
             tl.store(flags + 1, 1)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_elements"])
 def _apply_kernel(  # type: ignore[no-untyped-def]
     data,
     opened,

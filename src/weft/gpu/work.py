@@ -22,10 +22,11 @@ from weft.gpu.memory import device_view, pinned_view
 from weft.gpu.tiles import walk_table
 from weft.gpu.walking import walk
 
-LARGE_BYTES = 1 << 20
-"""Single rows from this size on are left to the driver's own copy, which reaches the limit of memory and bus…"""
-MAX_LARGE_ROWS = 32
-"""… unless there are more than this: one call for each would take longer than the copies."""
+LARGE_BYTES = 256 << 20
+"""Single rows from this size on are left to the driver's own copy, which is as fast as the memory; with smaller ones
+the pauses between its calls outweigh that."""
+LARGE_BUS_BYTES, MAX_BUS_ROWS = 1 << 20, 32
+"""The same for rows from or to host memory, if there are not too many: calls take longer than short copies."""
 _MASK = (1 << 64) - 1
 
 
@@ -167,12 +168,20 @@ class GpuWork:
         """The launch for planes, made at their first use."""
         walks = self._walks.setdefault(planes, {})
         if (is_copied, is_digested) not in walks:
-            is_large = np.zeros(len(planes), dtype=bool) if is_digested else _is_large(planes)
+            is_large = np.zeros(len(planes), dtype=bool) if is_digested else self._is_large(planes)
             table = walk_table(planes.take(~is_large), is_copied=is_copied, is_digested=is_digested)
             columns = (column[is_large].tolist() for column in (planes.dst, planes.src, planes.length))
             large = tuple(zip(*columns, strict=True))
             walks[is_copied, is_digested] = _Walk(self.upload(table.planes), self.upload(table.tiles), large)
         return walks[is_copied, is_digested]
+
+    def _is_large(self, planes: Planes) -> NDArray[np.bool_]:
+        """Planes that are copied by driver calls of their own."""
+        is_single = planes.rows == 1
+        if not (_is_on_host(planes.src) or _is_on_host(planes.dst)):
+            return is_single & (planes.length >= LARGE_BYTES)
+        large = is_single & (planes.length >= LARGE_BUS_BYTES)
+        return large & bool(large.sum() <= MAX_BUS_ROWS)
 
     def _planes(self, dst: Column, src: Column, length: Column, position: Column | None = None) -> Planes:
         """Rows as planes; the same columns give the same planes."""
@@ -206,7 +215,6 @@ class GpuWork:
         return pinned if pinned is not None else device_view(address, num_bytes, self.device)
 
 
-def _is_large(planes: Planes) -> NDArray[np.bool_]:
-    """Planes that are copied by driver calls of their own."""
-    large = (planes.rows == 1) & (planes.length >= LARGE_BYTES)
-    return large & bool(large.sum() <= MAX_LARGE_ROWS)
+def _is_on_host(addresses: Column) -> bool:
+    """Whether memory is pinned host memory: all of one side is, or none."""
+    return bool(len(addresses)) and pinned_view(int(addresses[0]), 1) is not None

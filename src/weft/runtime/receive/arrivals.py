@@ -58,9 +58,10 @@ class Arrivals:
         digest: DigestPolicy,
         *,
         tag: int,
+        is_on_gpu: bool = False,
     ) -> None:
         """`tag`: the tag its bytes are counted under."""
-        self.version, self._tag = version, tag
+        self.version, self._tag, self._is_on_gpu = version, tag, is_on_gpu
         self._transports, self._work, self._digest = transports, work, digest
         self._progress = [_Progress(link) for link in links]
 
@@ -87,6 +88,10 @@ class Arrivals:
             if progress.is_whole:
                 continue
             landed = self._transports[link.transport].arrived(self._tag, writer=link.trainer)
+            if landed >= link.total and self._is_one_pass(progress):
+                self._take_all(progress)
+                moved = True
+                continue
             chunk = link.chunks[progress.chunk]
             if landed < (progress.done + chunk.num_bytes if link.is_ordered else link.total):
                 continue
@@ -97,6 +102,20 @@ class Arrivals:
                 self._transports[link.transport].credit(f"trainer {link.trainer}", self._tag, chunk.num_bytes)
             moved = True
         return moved
+
+    def _is_one_pass(self, progress: _Progress) -> bool:
+        """Whether all of a link is digested by one launch: on a GPU, when nothing of it was processed before."""
+        is_new = progress.chunk == 0 and not progress.link.has_window
+        return is_new and self._is_on_gpu and self._digest is DigestPolicy.ON
+
+    def _take_all(self, progress: _Progress) -> None:
+        progress.digest = self._work.digest_planes(progress.link.planes)
+        progress.done, progress.chunk = progress.link.total, len(progress.link.chunks)
+
+    @property
+    def uses_device(self) -> bool:
+        """Whether writers' own copies keep this GPU busy, so that digesting early would only slow them down."""
+        return self._is_on_gpu and all(progress.link.transport == "cuda_ipc" for progress in self._progress)
 
     def _take(self, chunk: ArrivingChunk) -> int:
         """Digest a Chunk, if required, and drain it, if it lies in a window; returns the digest."""

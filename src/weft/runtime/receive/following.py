@@ -67,7 +67,15 @@ class Following:
             self._arrivals = self._arriving(version, self.landing.arriving)
 
     def _arriving(self, version: int, links: Sequence[ArrivingLink]) -> Arrivals:
-        return Arrivals(version, links, self._transports, self._work, self.settings.digest, tag=self._tag)
+        return Arrivals(
+            version,
+            links,
+            self._transports,
+            self._work,
+            self.settings.digest,
+            tag=self._tag,
+            is_on_gpu=self._device != CPU,
+        )
 
     def sent(self, version: int, parts: list[WriteReport]) -> Failed | None:
         """All trainers have written; the sizes of patches are known now."""
@@ -117,8 +125,8 @@ class Following:
         """Digest what has landed while the rest is in flight, if the CPU is not needed elsewhere."""
         if arrivals.has_windows:
             return 0.0 if arrivals.follow() else ARRIVING_S
-        if self.settings.digest is DigestPolicy.OFF:
-            return None  # nothing to digest: look when everything has been sent
+        if self.settings.digest is DigestPolicy.OFF or arrivals.uses_device:
+            return None  # look when everything has been sent
         if self._device == CPU and not spare_core():
             return BUSY_S
         if arrivals.follow():

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -43,7 +44,7 @@ class ArrivingChunk:
     """Whether it lies in a window and is copied from there to where it belongs."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class ArrivingLink:
     """What one trainer sends in a version: Chunks, in the order in which they are written."""
 
@@ -62,6 +63,11 @@ class ArrivingLink:
     def has_window(self) -> bool:
         """Whether the trainer waits for credits."""
         return any(chunk.is_drained for chunk in self.chunks)
+
+    @cached_property
+    def planes(self) -> Planes:
+        """What all Chunks consist of, to be digested at once."""
+        return joined([chunk.planes for chunk in self.chunks])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
