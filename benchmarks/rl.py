@@ -19,9 +19,9 @@ from rich.console import Console
 
 import machine
 from recording import RESULTS
+from weft.observe.charts import Curve, line_chart
 from weft.rl.run.record import Record
 from weft.rl.settings import LoopSettings
-from weft.rl.view.charts import Curve, line_chart
 from weft.rl.view.live import view
 
 DOCS = Path(__file__).parent.parent / "docs"

@@ -8,8 +8,12 @@ import signal
 import socket
 import sys
 import time
+from typing import TYPE_CHECKING
 
 import numpy as np
+
+if TYPE_CHECKING:
+    import weft
 
 PORT = 7070
 WAIT_S = 60.0
@@ -40,28 +44,36 @@ def place() -> None:
     print(place_here().host, socket.gethostname(), flush=True)
 
 
-def control(keys: str) -> None:
-    """A controller of one trainer and one engine, until its input ends."""
+def control(keys: str, num_trainers: str = "1", num_engines: str = "1", rebalance: str = "") -> None:
+    """A controller, until its input ends."""
     import weft  # noqa: PLC0415
 
     address = f"tcp://{os.environ['WEFT_LAB_ADDRESS']}:{PORT}"
     settings = weft.TransferSettings(silence_s=5.0, version_s=WAIT_S, nixl_devices=os.environ["UCX_NET_DEVICES"])
     security = weft.Security(keys=keys)
-    with weft.Controller(address, num_trainers=1, num_engine_ranks=1, settings=settings, security=security) as made:
+    with weft.Controller(
+        address,
+        num_trainers=int(num_trainers),
+        num_engine_ranks=int(num_engines),
+        settings=settings,
+        rebalance=bool(rebalance),
+        security=security,
+    ) as made:
         print("listening", flush=True)
         sys.stdin.read()
-        print(sorted(made.statistics().links), flush=True)
+        found = made.statistics()
+        print(sorted(found.links), found.slow_hosts, found.num_plans, flush=True)
 
 
-def train(keys: str, controller: str, num_elements: str) -> None:
+def train(keys: str, controller: str, num_elements: str, rank: str = "0") -> None:
     """Publishes a version for each line of its input: numbers that say the version."""
     import weft  # noqa: PLC0415
 
     weights = np.zeros(int(num_elements), np.float32)
     with weft.Sender(
         f"tcp://{controller}:{PORT}",
-        rank=0,
-        weights=weft.Weights.from_arrays({"w": weights}),
+        rank=int(rank),
+        weights=_weights(weights),
         security=weft.Security(keys=keys),
         timeout_s=WAIT_S,
     ) as sender:
@@ -74,15 +86,22 @@ def train(keys: str, controller: str, num_elements: str) -> None:
                 print(str(error).replace("\n", " "), flush=True)
 
 
-def serve(keys: str, controller: str, num_elements: str) -> None:
+def _weights(memory: np.ndarray) -> weft.Weights:
+    """Sixteen tensors, so that trainers that hold the same can share the work."""
+    import weft  # noqa: PLC0415
+
+    return weft.Weights.from_arrays({f"w{number}": part for number, part in enumerate(np.split(memory, 16))})
+
+
+def serve(keys: str, controller: str, num_elements: str, rank: str = "0") -> None:
     """Takes versions for ever, and says which it serves and whether all numbers are right."""
     import weft  # noqa: PLC0415
 
     weights = np.zeros(int(num_elements), np.float32)
     with weft.Receiver(
         f"tcp://{controller}:{PORT}",
-        rank=0,
-        weights=weft.Weights.from_arrays({"w": weights}),
+        rank=int(rank),
+        weights=_weights(weights),
         security=weft.Security(keys=keys),
     ) as receiver:
         while True:

@@ -26,8 +26,9 @@ FIELDS = {
 }
 
 
-def test_all_methods_are_measured_and_verified():
+def test_all_methods_are_measured_and_verified(tmp_path):
     options = ["--senders", "2", "--receivers", "2", "--nic", "400mbit", "--nics", "2", "--repeat", "1"]
+    options += ["--no-slow-host", "--plot", str(tmp_path / "plot.svg")]
     command = [sys.executable, "-m", "weft", "bench", "scaling", *options, "--json"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=WAIT_S, check=False)
     assert done.returncode == 0, done.stderr
@@ -35,8 +36,12 @@ def test_all_methods_are_measured_and_verified():
     rows = {row["method"]: row for row in report["rows"]}
     assert all(set(row) >= FIELDS for row in report["rows"])
     assert {name for name, row in rows.items() if row["verified"] is not True} == {"plain sockets"}
-    assert len(rows) == 5
+    assert len(rows) == 7
     assert rows["weft"]["predicted_s"] > 0
     assert rows["weft"]["sent_bytes"] > report["num_bytes"], "every byte crosses the NICs"
     assert rows["weft, 1% changed"]["sent_bytes"] < report["num_bytes"] / 10
     assert rows["gather to rank 0, broadcast (Gloo)"]["sent_bytes"] > report["num_bytes"]
+    assert rows["weft, FP8 engines"]["planned_bytes"] < 0.7 * 2 * report["num_bytes"], "two engines; embeddings in BF16"
+    for name in ("weft", "weft, FP8 engines"):
+        assert rows[name]["planned_bytes"] < rows[name]["sent_bytes"] < 1.2 * rows[name]["planned_bytes"]
+    assert "plain sockets" in (tmp_path / "plot.svg").read_text()

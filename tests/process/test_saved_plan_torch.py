@@ -68,7 +68,7 @@ def test_fused_parameters_take_the_routes_of_a_plan_that_names_them_otherwise(co
             receiver.wait(WAIT_S).commit()
         for publication in published:
             publication.wait_committed(WAIT_S)
-        assert np.array_equal(controller._plan.pair_bytes, plan.pair_bytes)
+        assert np.array_equal(controller._rounds.plan.pair_bytes, plan.pair_bytes)
         for model in models:
             assert torch.equal(model.blocks[1].qkv.weight[:64], torch.from_numpy(whole[QUERIES]))
 

@@ -158,7 +158,7 @@ def test_one_rank_that_stalls_costs_its_whole_engine_the_membership(fleet):
 def test_an_engine_that_does_not_stand_still_is_left_out(fleet):
     fleet.publish(1)
     fleet.engines[1].hold()
-    if fleet.controller._needed_engines == 2:
+    if fleet.controller._versions.needed_engines == 2:
         with pytest.raises(WeftError, match=f"did not pause for version 2 in {STALLED_S} s"):
             fleet.publish(2)
         assert fleet.engines[0].serves == [1.0], "the engine that stood still goes on"

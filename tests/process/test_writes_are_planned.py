@@ -51,7 +51,7 @@ def test_posted_writes_are_those_of_the_plan(transport, mode, seed):
         for version in (1, 2):
             publications = arena.publish(version)
             controller = arena.controller
-            chunks = plan_chunks(controller._plan, controller._parts.links)
+            chunks = plan_chunks(controller._rounds.plan, controller._rounds.parts.links)
             posted = sum(publication.num_writes for publication in publications)
             assert posted == chunks.num_writes.sum() > 0
             assert controller.statistics().last_wire_bytes == chunks.num_bytes.sum()

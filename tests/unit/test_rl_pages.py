@@ -11,9 +11,9 @@ from rich.console import Console
 
 from weft.cli.network_env import network_variables
 from weft.errors import ConfigError
+from weft.observe.charts import Bar, Curve, line_chart, timeline
 from weft.rl.run.record import Commit, Iteration, Record, VersionRecord
 from weft.rl.settings import LoopSettings
-from weft.rl.view.charts import Bar, Curve, line_chart, timeline
 from weft.rl.view.live import curve, live_view, view
 from weft.rl.view.report import page, write_report
 

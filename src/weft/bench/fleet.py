@@ -5,7 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection
 from typing import Any, Self
 
@@ -49,10 +49,26 @@ class Fleet:
 
     def ask(self, side: str, method: str, **arguments: Any) -> list[tuple[str, int]]:
         """Call a method on all of one side; `answers` collects the results."""
-        keys = [key for key in self._pipes if key[0] == side]
+        return self.ask_these([key for key in self._pipes if key[0] == side], method, **arguments)
+
+    def ask_these(self, keys: Sequence[tuple[str, int]], method: str, **arguments: Any) -> list[tuple[str, int]]:
+        """Call a method in some processes."""
         for key in keys:
             self._pipes[key].send((method, arguments))
-        return keys
+        return list(keys)
+
+    def outcomes(self, keys: Sequence[tuple[str, int]], *, within_s: float) -> list[tuple[bool, Any] | None]:
+        """Whether each process succeeded, and its result or error; None for those that do not answer in time."""
+        deadline = time.monotonic() + within_s
+        return [
+            self._pipes[key].recv() if self._pipes[key].poll(max(deadline - time.monotonic(), 0.0)) else None
+            for key in keys
+        ]
+
+    def kill(self) -> None:
+        """End all processes at once, whatever they are doing."""
+        for process in self._processes:
+            process.kill()
 
     def answers(self, *asked: list[tuple[str, int]]) -> list[list[Any]]:
         """The answers of the asked processes, in order; raises if one of them failed."""

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from weft.config import DigestPolicy, ReceiverMode
 from weft.core.layouts.engine_layout import engine_recipe
 from weft.core.layouts.trainer_layout import trainer_layout
 from weft.core.models.model import Model
 from weft.core.planner import make_plan
+from weft.core.plans.plan import Plan
 from weft.core.topology import Cluster, HostKind, Nic
 from weft.sim.simulator import Options, simulate
 
@@ -49,12 +50,39 @@ def predict(
     return _predict_on(cluster, model, num_trainers, num_engine_ranks, num_parts, mode)
 
 
-def predict_hosts(
-    model: Model, *, num_trainers: int, num_engine_ranks: int, num_nics: int, nic_bytes_per_s: float
-) -> float:
-    """Seconds of a version from FSDP trainers to one tensor-parallel engine, every rank a host with such NICs."""
-    cluster = _machine(nic_bytes_per_s, COPY_BYTES_PER_S, num_nics=num_nics)
-    return _predict_on(cluster, model, num_trainers, num_engine_ranks, num_engine_ranks, ReceiverMode.SHADOW)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostsCase:
+    """Trainers and engine ranks that are hosts of their own."""
+
+    trainer: str
+    """Layout: `fsdp8`, `ddp4`."""
+    num_trainers: int
+    engine: str
+    """Layout of one engine: `tp8`."""
+    num_replicas: int
+    dtype: str
+    """Of engines: `bf16`, `fp8-block128`."""
+    num_nics: int
+    nic_bytes_per_s: float
+    host_speed: tuple[float, ...] = ()
+    """What each host carries of that rate, trainers first; empty: all of it."""
+
+
+def plan_hosts(model: Model, case: HostsCase) -> Plan:
+    """The plan of such a case."""
+    recipe = engine_recipe(model, case.engine, dtype=case.dtype, num_replicas=case.num_replicas)
+    cluster = _machine(case.nic_bytes_per_s, COPY_BYTES_PER_S, num_nics=case.num_nics)
+    topology = cluster.place(num_trainers=case.num_trainers, num_engines=recipe.engine.num_ranks)
+    return make_plan(
+        trainer=trainer_layout(model, case.trainer),
+        recipe=recipe,
+        topology=replace(topology, host_speed=case.host_speed),
+    )
+
+
+def predict_plan(plan: Plan, *, density: float | None = None) -> float:
+    """Seconds of a version, in mode `shadow`. `density`: of changes, where patches are sent."""
+    return simulate(plan, options=Options(delta_density=density)).predicted_s
 
 
 def _predict_on(

@@ -47,6 +47,8 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
     """The address of that port."""
     precision: str = "bf16"
     """Of engines: `bf16` or `fp8`, where matrices come with the scales of their blocks."""
+    layout: str = "fsdp"
+    """Of trainers: `fsdp`, each has its shards; `ddp`, each has everything."""
 
 
 class BenchMember:
@@ -69,12 +71,13 @@ class BenchMember:
 
 
 class BenchTrainer(BenchMember):
-    """A trainer rank: FSDP2 shards of the model."""
+    """A trainer rank: FSDP2 shards of the model, or all of it."""
 
     def __init__(self, setup: Setup) -> None:
         super().__init__(setup)
         self.module = payload.module_of(payload.whole_shapes(self.model), "meta")
-        fully_shard(self.module, mesh=self.trainers_mesh)
+        if setup.layout == "fsdp":
+            fully_shard(self.module, mesh=self.trainers_mesh)
         self.module.to_empty(device="cpu")
         self.weights = weights_of(self.module)
         payload.fill(self.weights, 0)

@@ -25,7 +25,9 @@ from weft.cli.rehearse import rehearse_command
 from weft.cli.rl import demo_command, rl_command
 from weft.cli.serve import serve_command
 from weft.cli.simulate import simulate_command
+from weft.cli.topology import topology_app
 from weft.cli.validate import validate_command
+from weft.cli.why import why_command
 from weft.errors import WeftError
 
 _UsageError: Any = typer.BadParameter.__bases__[0]
@@ -46,10 +48,12 @@ app.command("rehearse")(rehearse_command)
 app.command("validate")(validate_command)
 app.command("controller")(controller_command)
 app.command("serve")(serve_command)
+app.command("why")(why_command)
 app.command("keys")(keys_command)
 app.command("env")(env_command)
 app.add_typer(bench_app, name="bench")
 app.add_typer(lab_app, name="lab")
+app.add_typer(topology_app, name="topology")
 app.command("models")(models_command)
 app.command("presets")(presets_command)
 app.command("topologies")(topologies_command)

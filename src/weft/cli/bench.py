@@ -24,7 +24,7 @@ from weft.runtime.controller.planning import DEFAULT_TOPOLOGY
 if TYPE_CHECKING:
     from weft.bench.codec import CodecReport
     from weft.bench.on_gpu.measure import GpuReport
-    from weft.bench.scaling.measure import ScalingReport
+    from weft.bench.scaling.rows import ScalingReport
     from weft.bench.transfer import Report, TransferRow
 
 bench_app = typer.Typer(no_args_is_help=True, help="Measure this machine.")
@@ -117,21 +117,27 @@ def scaling_command(
     model: Annotated[str, typer.Option(help="Model whose tensor shapes are moved.")] = "small",
     repeat: Annotated[int, typer.Option(min=1, max=1000, help="Versions per method; medians are shown.")] = 3,
     baselines: Annotated[bool, typer.Option(help="Also measure the baselines: broadcast, gather.")] = True,
+    slow_host: Annotated[bool, typer.Option(help="Also measure with one sender at a tenth of its rate.")] = True,
+    plot: Annotated[Path | None, typer.Option(help="Draw rates over senders, as an .svg file.")] = None,
     as_json: Json = False,
 ) -> None:
     """Measure how a version's rate grows with sending hosts, in a lab with rate-limited NICs (needs root)."""
+    if plot is not None and plot.suffix != ".svg":
+        raise ConfigError(f"`{plot}` is not an .svg file", hint="plots are written as .svg")
     check_possible()
     logging.disable(logging.WARNING)  # members that leave are expected here
-    scaling = _load("scaling.measure")
-    case = scaling.ScalingCase(
+    case = _load("scaling.rows").ScalingCase(
         model=model,
         num_senders=tuple(senders or (1, 2, 4, 8)),
         num_receivers=receivers,
         nic=nic,
         num_nics=nics,
+        slow_host=slow_host,
     )
     with progress() as say:
-        report = scaling.measure(case, repeat=repeat, baselines=baselines, say=_tell(say))
+        report = _load("scaling.measure").measure(case, repeat=repeat, baselines=baselines, say=_tell(say))
+    if plot is not None:
+        plot.write_text(_load("scaling.plot").scaling_svg(report.to_json()["rows"]))
     if as_json:
         print_json(report.to_json())
     else:
@@ -144,7 +150,18 @@ def scaling_command(
 def _show_scaling(report: ScalingReport) -> None:
     title = f"{report.model}, {report.num_bytes / 1e6:.0f} MB, NICs of {report.nic}"
     table = Table(title=title, title_justify="left")
-    for name in ("method", "senders", "s", "predicted s", "MB/s", "of NICs", "sent MB", "cores busy", "verified"):
+    for name in (
+        "method",
+        "senders",
+        "s",
+        "predicted s",
+        "MB/s",
+        "of NICs",
+        "planned MB",
+        "sent MB",
+        "cores busy",
+        "verified",
+    ):
         table.add_column(name, justify="left" if name == "method" else "right")
     for row in report.rows:
         table.add_row(
@@ -154,6 +171,7 @@ def _show_scaling(report: ScalingReport) -> None:
             "" if row.predicted_s is None else f"{row.predicted_s:.2f}",
             f"{row.gb_per_s * 1e3:.1f}",
             f"{row.fraction_of_nics:.2f}",
+            f"{row.planned_bytes / 1e6:.1f}",
             f"{row.sent_bytes / 1e6:.1f}",
             f"{row.cpu_share:.0%}",
             {None: "", True: "yes", False: "NO"}[row.verified],

@@ -52,6 +52,12 @@ def controller_command(
         Path | None,
         typer.Option(help="Follow a plan saved by `weft plan --save`; refuse members that do not match it."),
     ] = None,
+    rebalance: Annotated[
+        bool, typer.Option(help="Plan again when a host carries less than the others, so that others send for it.")
+    ] = False,
+    events: Annotated[
+        Path | None, typer.Option(help="Append a line for every version to a file, for `weft why`.")
+    ] = None,
     keys: Annotated[Path | None, typer.Option(help="Folder with controller.key and members' .pub files.")] = None,
     as_json: Json = False,
 ) -> None:
@@ -85,6 +91,8 @@ def controller_command(
         topology=topology or None,
         ignore=ignore or (),
         plan=plan,
+        rebalance=rebalance,
+        events=events,
         security=security_in(keys),
     ) as controller:
         err.print(f"listening on {controller.address}, waiting for {trainers} trainers and {engine_ranks} engine ranks")

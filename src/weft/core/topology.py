@@ -116,6 +116,8 @@ class Topology:
     cluster: Cluster
     trainer_device: NDArray[np.int64]
     engine_device: NDArray[np.int64]
+    host_speed: tuple[float, ...] = ()
+    """What the NICs of each host carry, as a fraction of the cluster's; 1 for hosts beyond its end."""
 
     @property
     def host(self) -> HostKind:
@@ -166,7 +168,12 @@ class Topology:
     def port_rate(self, port: NDArray[np.int64]) -> NDArray[np.float64]:
         """Line rate of ports, bytes per second and direction."""
         rates = np.array(self._ports[1])
-        return rates[port % len(rates)]
+        found = rates[port % len(rates)]
+        return found * self._speed_of(port // len(rates)) if self.host_speed else found
+
+    def _speed_of(self, host: NDArray[np.int64]) -> NDArray[np.float64]:
+        speed = np.array([*self.host_speed, 1.0])
+        return speed[np.minimum(host, len(self.host_speed))]
 
     @property
     def nic(self) -> Nic:
@@ -225,6 +232,7 @@ class Topology:
             "nic": [{**nic, "devices": list(nic["devices"])} for nic in host.pop("nics")],
             "host": host,
             **({} if is_usual else {"devices": devices}),
+            **({"speeds": list(self.host_speed)} if self.host_speed else {}),
         }
 
 
@@ -232,11 +240,14 @@ Seat = tuple[str, int | None]
 """Where a member is: the name of its host, and the number of its device there (None: any, as for CPU memory)."""
 
 
-def place_members(cluster: Cluster, *, trainers: Sequence[Seat], engines: Sequence[Seat]) -> Topology:
+def place_members(
+    cluster: Cluster, *, trainers: Sequence[Seat], engines: Sequence[Seat], speeds: Mapping[str, float] | None = None
+) -> Topology:
     """Give every rank the device it reports, on the host it reports; seats are in rank order.
 
     Hosts are numbered by the lowest rank on them, trainers first. Members without a device number take the one that
     fewest others use. Where a host has more members than devices, members share devices and so their rates.
+    `speeds`: hosts whose NICs carry only a fraction of what the cluster's do.
     """
     _check_pairs(len(trainers), len(engines))
     hosts = _host_numbers(cluster, trainers, engines)
@@ -249,7 +260,18 @@ def place_members(cluster: Cluster, *, trainers: Sequence[Seat], engines: Sequen
         used[host][on_host] += 1
         device[member] = hosts[host] * per_host + on_host
     first_engine = len(trainers)
-    return Topology(cluster=cluster, trainer_device=device[:first_engine], engine_device=device[first_engine:])
+    return Topology(
+        cluster=cluster,
+        trainer_device=device[:first_engine],
+        engine_device=device[first_engine:],
+        host_speed=_host_speed(hosts, speeds or {}),
+    )
+
+
+def _host_speed(hosts: Mapping[str, int], speeds: Mapping[str, float]) -> tuple[float, ...]:
+    """By host number; empty if all are alike."""
+    known = {number: speeds[host] for host, number in hosts.items() if speeds.get(host, 1.0) != 1.0}
+    return tuple(known.get(number, 1.0) for number in range(max(known) + 1)) if known else ()
 
 
 def _host_numbers(cluster: Cluster, trainers: Sequence[Seat], engines: Sequence[Seat]) -> dict[str, int]:
@@ -380,8 +402,9 @@ def _toml(value: Any) -> str:
 
 def topology_from_mapping(table: dict[str, Any], *, num_trainers: int, num_engines: int, where: str) -> Topology:
     """A topology from what `Topology.to_json` gives."""
-    kind = {key: value for key, value in table.items() if key != "devices"}
+    kind = {key: value for key, value in table.items() if key not in ("devices", "speeds")}
     usual = cluster_from_mapping(kind, where=where).place(num_trainers=num_trainers, num_engines=num_engines)
+    usual = replace(usual, host_speed=_speeds(table.get("speeds", []), where=where))
     devices = table.get("devices")
     if devices is None:
         return usual
@@ -395,6 +418,13 @@ def topology_from_mapping(table: dict[str, Any], *, num_trainers: int, num_engin
             )
     trainer, engine = (np.array(devices[side], dtype=np.int64) for side in sides)
     return replace(usual, trainer_device=trainer, engine_device=engine)
+
+
+def _speeds(values: Any, *, where: str) -> tuple[float, ...]:
+    is_list = isinstance(values, list) and len(values) <= MAX_PAIRS
+    if not is_list or not all(type(value) in (int, float) and 0 < value <= 1 for value in values):
+        raise ConfigError(f"{where}: invalid speeds of hosts", hint="expected fractions: above 0, up to 1")
+    return tuple(values)
 
 
 def _are_numbers(values: list[Any], most: int) -> bool:

@@ -11,6 +11,6 @@ the labs of this machine, `lab` puts them together, `running` runs one command o
 """
 
 from weft.lab.lab import Lab
-from weft.lab.spec import LabSpec, alike, load_lab
+from weft.lab.spec import LabSpec, alike, load_lab, parse_rate
 
-__all__ = ["Lab", "LabSpec", "alike", "load_lab"]
+__all__ = ["Lab", "LabSpec", "alike", "load_lab", "parse_rate"]

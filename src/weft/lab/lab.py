@@ -85,6 +85,7 @@ class Lab:
             "NCCL_SOCKET_IFNAME": cards,
             "UCX_NET_DEVICES": cards,
             "UCX_TLS": "tcp,self",
+            "WEFT_NIC_GBPS": f"{sum(self.spec.hosts[host].rates) / 1e9:.6g}",
         }
 
     def start(

@@ -139,6 +139,13 @@ class Ticket:
 
     def __init__(self, future: Future[WriteResult], batch: Posted, tag: int, cancelled: threading.Event) -> None:
         self._future, self._batch, self._tag, self._cancelled = future, batch, tag, cancelled
+        self.began_at, self.ended_at = time.monotonic(), 0.0
+        """When it was posted, and when it had ended; 0 before."""
+        future.add_done_callback(self._end)
+
+    def _end(self, future: Future[WriteResult]) -> None:
+        del future
+        self.ended_at = time.monotonic()
 
     def cancel(self) -> None:
         """Stop writing as soon as possible; `wait` then raises TransportError, unless the write was already done."""

@@ -23,6 +23,7 @@ from weft.errors import ConfigError, TransportUnavailable
 from weft.transport.base import Transport
 from weft.transport.capabilities import CAPABILITIES
 from weft.transport.host import boot_id
+from weft.transport.network_cards import host_gbps
 
 _HOMES = {
     "shm": ("weft.transport.shm", "ShmTransport"),
@@ -59,6 +60,8 @@ class Place(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     """Which of the host's GPUs `device` is; None: CPU memory, or unknown."""
     nics: tuple[str, ...] = ()
     """RDMA cards it sees; for display only."""
+    nic_gbps: float = 0.0
+    """The rate of its host's network cards together, as the host reports it; 0: unknown."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,6 +83,7 @@ def place_here(device: str = CPU, *, shareable: bool = True) -> Place:
         shareable=shareable,
         device_number=device_number(device, os.environ.get("CUDA_VISIBLE_DEVICES")),
         nics=_nics(),
+        nic_gbps=host_gbps(),
     )
 
 

@@ -51,7 +51,7 @@ class ScalingController:
         self._setup = setup
         self._controller: Controller | None = None
 
-    def open(self, settings: dict[str, Any], security: Security) -> str:
+    def open(self, settings: dict[str, Any], security: Security, *, rebalance: bool) -> str:
         """Listen for the members of this fleet; returns where."""
         self._controller = Controller(
             f"tcp://{os.environ['WEFT_LAB_ADDRESS']}:*",
@@ -59,6 +59,7 @@ class ScalingController:
             num_engine_ranks=self._setup.num_engine_ranks,
             ranks_per_engine=self._setup.num_parts,
             settings=msgspec.convert(settings, TransferSettings),
+            rebalance=rebalance,
             security=security,
         )
         return self._controller.address

@@ -13,9 +13,9 @@ import msgspec
 
 from weft import __version__
 from weft.errors import ConfigError
+from weft.observe.charts import Bar, Curve, line_chart, timeline
 from weft.rl.run.record import Record
 from weft.rl.settings import LoopSettings
-from weft.rl.view.charts import Bar, Curve, line_chart, timeline
 
 SHOWN_VERSIONS = 4
 """In the timeline."""

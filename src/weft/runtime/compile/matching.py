@@ -47,10 +47,12 @@ def plan_members(
     policy: Policy = Policy.BALANCED,
     ignore: Sequence[str] = (),
     settings: Settings | None = None,
+    speeds: Mapping[str, float] | None = None,
 ) -> Plan:
     """The plan between the members that joined, placed in a cluster of this kind.
 
-    `ignore` are trainer tensors no engine has, by name or pattern.
+    `ignore` are trainer tensors no engine has, by name or pattern. `speeds`: hosts that carry only a fraction of what
+    their network cards should.
     """
     holding, taking = side_of(trainers), side_of(engines)
     matched = Matched.of(holding, taking)
@@ -58,7 +60,12 @@ def plan_members(
     trainer = trainer_layout(holding, matched.wanted, num_ranks=len(trainers))
     ignored = ignored_tensors(trainer, ignore)
     _check_shapes(matched.shape_problems(np.arange(len(taking.held))), recipe, trainer, ignored)
-    topology = place_members(cluster, trainers=_seats(trainers), engines=_seats(engines))
+    topology = place_members(
+        cluster,
+        trainers=_seats(trainers),
+        engines=_seats(engines),
+        speeds=host_speeds([*trainers.values(), *engines.values()], speeds or {}),
+    )
     return make_plan(
         trainer=trainer, recipe=recipe, topology=topology, policy=policy, ignore=ignored, settings=settings
     )
@@ -72,6 +79,18 @@ def side_of(joins: Mapping[int, Join]) -> Side:
 def _seats(joins: Mapping[int, Join]) -> list[Seat]:
     """Host and device of every rank of one side."""
     return [(joins[rank].place.host, joins[rank].place.device_number) for rank in sorted(joins)]
+
+
+def host_speeds(joins: Sequence[Join], measured: Mapping[str, float]) -> dict[str, float]:
+    """What the NICs of each host carry, as a fraction of what those of the fastest do.
+
+    Hosts that report less than others are slower in proportion; those that report nothing count as the fastest.
+    `measured`: what hosts really carry, for some of them.
+    """
+    reported = {join.place.host: join.place.nic_gbps for join in joins if join.place.nic_gbps > 0}
+    fastest = max(reported.values(), default=1.0)
+    hosts = (join.place.host for join in joins)
+    return {host: measured.get(host, reported.get(host, fastest) / fastest) for host in hosts}
 
 
 def _check_shapes(wrong: Mapping[str, str], recipe: Recipe, trainer: Layout, ignored: tuple[str, ...]) -> None:

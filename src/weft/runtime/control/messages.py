@@ -25,7 +25,7 @@ from weft.transport.base import Descriptor, Endpoint
 from weft.transport.host import ProcessIdentity
 from weft.transport.registry import Place
 
-PROTOCOL = 9
+PROTOCOL = 10
 STEPS_AHEAD = 2
 """How many steps an engine rank may advance while the ranks of its engine agree on a boundary."""
 
@@ -143,6 +143,8 @@ class WriteReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     digest: int
     sizes: list[int] = []
     """Bytes of the patch of each chunk, where patches are sent."""
+    seconds: float = 0.0
+    """From the first write until the last had ended."""
 
 
 class Loss(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -162,6 +164,8 @@ class Written(_Message, frozen=True):
     """Engine ranks for which no patches were made, or patches are too long: they need the version whole."""
     magnitude_bytes: int = 0
     """Approximate bytes sent to other trainers about its FP8 blocks: some may be sent later."""
+    stages: dict[str, float] = {}
+    """Seconds each stage of sending was busy, where weights are converted on the way; stages overlap."""
 
 
 class Stopped(_Message, frozen=True):

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from weft.core.geometry.fingerprint import by_appearance, distinct_rows
 from weft.core.layout import DTYPE_BYTES, MAX_DIMS, MAX_ELEMENTS, MAX_TENSOR_DIM, Shard, shard_problem
 from weft.core.version import MAX_FIRST, MAX_STEP, MAX_VERSION
-from weft.errors import LayoutError, ProtocolError
+from weft.errors import ConfigError, LayoutError, ProtocolError
 from weft.runtime.compile.member_plans import Opening
 from weft.runtime.control.addresses import is_address
 from weft.runtime.control.held import HeldTable
@@ -30,6 +30,8 @@ MAX_SHARDS = 1_000_000
 MAX_RUNS = 1 << 22
 """Maximum pieces of memory in one member's shards: each costs the controller about 100 bytes."""
 MAX_ADDRESS = 1 << 63
+MAX_SECONDS = 1e6
+MAX_STAGES = 16
 NEAR = 1 << 29
 """With strides up to this, offsets fit into 64 bits, whatever the extents."""
 _ALLOWED = {"trainer": get_args(FromTrainer), "engine": get_args(FromEngine)}
@@ -197,6 +199,16 @@ def check_magnitudes(trainer: int, opened: Opened, *, is_asked: bool, has_keys: 
         )
 
 
+def check_numbers(*, num_trainers: int, num_engine_ranks: int, ranks_per_engine: int) -> None:
+    """Raise unless a fleet can have so many members."""
+    if num_trainers < 1 or num_engine_ranks < 1 or ranks_per_engine < 1 or num_engine_ranks % ranks_per_engine:
+        raise ConfigError(
+            f"invalid numbers of members: {num_trainers} trainers and {num_engine_ranks} engine ranks "
+            f"in engines of {ranks_per_engine}",
+            hint="at least one of each, and a whole number of engines",
+        )
+
+
 def check_written(trainer: int, message: Written, engines: Collection[int], owed: Mapping[int, int] | None) -> None:
     """Raise unless a trainer reports on what it was told to write.
 
@@ -206,6 +218,8 @@ def check_written(trainer: int, message: Written, engines: Collection[int], owed
         raise ProtocolError(f"trainer {trainer} wants to write whole versions, which it was already told to do")
     if message.magnitude_bytes < 0:
         raise ProtocolError(f"trainer {trainer} reported {message.magnitude_bytes} bytes of magnitudes")
+    if len(message.stages) > MAX_STAGES or not all(0 <= spent < MAX_SECONDS for spent in message.stages.values()):
+        raise ProtocolError(f"trainer {trainer} reported invalid stages")
     written = [part.engine for part in message.parts] + [loss.engine for loss in message.losses] + message.whole
     if len(set(written)) != len(written) or not set(written) <= set(engines):
         raise ProtocolError(
@@ -214,6 +228,8 @@ def check_written(trainer: int, message: Written, engines: Collection[int], owed
     for part in message.parts:
         if part.trainer != trainer or part.num_bytes < 0 or not 0 <= part.digest < 1 << 64:
             raise ProtocolError(f"trainer {trainer} reported {part.num_bytes} bytes written by trainer {part.trainer}")
+        if not 0 <= part.seconds < MAX_SECONDS:
+            raise ProtocolError(f"trainer {trainer} reported writes of {part.seconds} s")
         if owed is not None and part.num_bytes != owed.get(part.engine, 0):
             raise ProtocolError(
                 f"trainer {trainer} wrote {part.num_bytes} bytes to engine {part.engine}, "

@@ -5,11 +5,11 @@
                   Decide, Alive
     waits for     messages, a tenth of a second at most                  unblocked by   the network, `close`
 
-One thread owns the socket and all state; nothing is shared. A version is open from the first Want until every engine
-has committed it, or until it was aborted and every trainer that was writing has stopped: only then may the next one be
-written. A restarted controller learns from members, as they rejoin, which versions were decided. Members are
-incarnations: an older process of a rank never replaces a newer one. Everything a member says is checked (`admission`);
-a member that fails a check is refused, and no other.
+One thread owns the socket and all state; nothing is shared. This file has its loop: who joins, who is lost, and which
+message goes where. `rounds` gives members their plan, `versions` decides what is written and served. A restarted
+controller learns from members, as they rejoin, which versions were decided. Members are incarnations: an older process
+of a rank never replaces a newer one. Everything a member says is checked (`admission`); a member that fails a check is
+refused, and no other.
 
     with Controller(num_trainers=2, num_engine_ranks=2) as controller:
         Sender(controller.address, rank=0, …)
@@ -21,39 +21,30 @@ import logging
 import secrets
 import threading
 import time
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from weft.config import DeltaPolicy, DigestPolicy, ReceiverMode, TransferSettings
+from weft.config import TransferSettings
 from weft.core.assign import Policy
 from weft.core.plans.plan import Plan
 from weft.core.topology import Cluster
-from weft.core.version import CommitPolicy, Decision, VersionLedger
-from weft.errors import ConfigError, LayoutError, PlanError, ProtocolError, VersionError, WeftError
-from weft.runtime.compile.member_plans import MemberPlans
+from weft.core.version import CommitPolicy, VersionLedger
+from weft.errors import ProtocolError, VersionError, WeftError
 from weft.runtime.control.channel import BURST_SPIN_S, SPIN_S, Invalid
 from weft.runtime.control.member_id import MemberId
 from weft.runtime.control.messages import (
     PROTOCOL,
-    STEPS_AHEAD,
     Alive,
-    Asking,
     At,
     Beat,
     Blocked,
-    Boundary,
     Committed,
     CutOff,
-    Decide,
-    Expect,
     Failed,
-    Go,
     Join,
     Leave,
-    Open,
     Opened,
     Paused,
     Ready,
@@ -61,32 +52,26 @@ from weft.runtime.control.messages import (
     Stopped,
     ToController,
     Unknown,
-    Verify,
     Want,
     Welcome,
-    Writer,
-    WriteReport,
     Written,
 )
 from weft.runtime.control.security import Security, server_keys
 from weft.runtime.control.server import Server
 from weft.runtime.controller.admission import (
     check_join,
-    check_magnitudes,
-    check_opened,
+    check_numbers,
     check_side,
     check_step,
     check_version,
-    check_written,
-    claim,
-    unbelievable,
 )
-from weft.runtime.controller.commits import Commits
 from weft.runtime.controller.membership import Member, Membership
-from weft.runtime.controller.planner import MemberPart, Planned, Planner, Shipped
+from weft.runtime.controller.planner import Planner
 from weft.runtime.controller.planning import Planning
+from weft.runtime.controller.rounds import Rounds
+from weft.runtime.controller.timeline import Timelines
 from weft.runtime.controller.transfer import Transfer
-from weft.transport.registry import Choice
+from weft.runtime.controller.versions import Surroundings, Versions
 
 log = logging.getLogger(__name__)
 POLL_S = 0.1
@@ -125,6 +110,8 @@ class ControllerStatistics:
     """How long it took from then until members had their parts."""
     writes_per_version: int
     """One-sided writes of a version that is sent whole."""
+    slow_hosts: dict[str, float]
+    """Hosts that carry less than the others, and what part of their rate; members are named, not hosts."""
     channel: dict[str, int]
 
 
@@ -157,6 +144,8 @@ class Controller:
         topology: Cluster | Path | str | None = None,
         ignore: Sequence[str] = (),
         plan: Plan | Path | str | None = None,
+        rebalance: bool = False,
+        events: Path | str | None = None,
         security: Security | None = None,
     ) -> None:
         """`commit_policy` and `quorum`: how many engines a version needs. `settings` are shipped to every member.
@@ -164,60 +153,38 @@ class Controller:
         `policy` says which trainer sends where several hold the same bytes; `topology`, a preset or a .toml file, what
         kind of hosts members are on. `ignore` are trainer tensors no engine has, by name or pattern (`visual.*`).
         `plan`, instead of these three: a plan, or the file of one, to follow; members that differ from it are refused.
+        `rebalance`: plan again when a host is found to carry less than the others, so that others send what they can.
+        `events`: a file to append a line to for every version that has ended; `weft why` explains it.
         `security`: its own key, `controller.key` by default, and the keys it admits; without it, `address` must be on
         loopback.
         """
-        if num_trainers < 1 or num_engine_ranks < 1 or ranks_per_engine < 1 or num_engine_ranks % ranks_per_engine:
-            raise ConfigError(
-                f"invalid numbers of members: {num_trainers} trainers and {num_engine_ranks} engine ranks "
-                f"in engines of {ranks_per_engine}",
-                hint="at least one of each, and a whole number of engines",
-            )
+        check_numbers(num_trainers=num_trainers, num_engine_ranks=num_engine_ranks, ranks_per_engine=ranks_per_engine)
         engines = dict.fromkeys(range(num_engine_ranks // ranks_per_engine), ranks_per_engine)
-        self._ledger = VersionLedger(num_trainers=num_trainers, engines=engines, policy=commit_policy, quorum=quorum)
-        self._needed_engines = len(engines) if commit_policy is CommitPolicy.ALL else quorum
+        ledger = VersionLedger(num_trainers=num_trainers, engines=engines, policy=commit_policy, quorum=quorum)
         self._membership = Membership(
             num_trainers=num_trainers, num_engine_ranks=num_engine_ranks, ranks_per_engine=ranks_per_engine
         )
         self._settings = settings or TransferSettings()
         planning = Planning.of(
-            policy=policy, topology=topology, ignore=ignore, plan=plan, transfer=settings or TransferSettings()
+            policy=policy,
+            topology=topology,
+            ignore=ignore,
+            plan=plan,
+            rebalance=rebalance,
+            transfer=self._settings,
         )
         planning.check_members(
             num_trainers=num_trainers, num_engine_ranks=num_engine_ranks, ranks_per_engine=ranks_per_engine
         )
+        self._timelines = Timelines(None if events is None else Path(events))
         self._name = secrets.token_hex(8)
-        self._planned_round = 0
-        """The round whose plan members have."""
-        self._links: dict[tuple[int, int], Choice] = {}
-        self._plan: Plan | None = None
-        self._plan_digest = ""
-        self._parts: MemberPlans | None = None
-        self._must_plan = False
-        self._next_look = 0.0
+        self._next_look, self._num_beats = 0.0, 0
         self._status = ""
         """What has to happen before versions can be written."""
-        self._settled: set[int] = set()
-        """Incarnations of trainers that are gone and were not writing."""
-        self._abandoned: set[int] = set()
-        """Engine ranks to which writes that a trainer gave up may still be in flight."""
-        self._is_rebuilt = False
-        self._transfer: Transfer | None = None
-        self._wants: dict[int, int] = {}
-        self._holds: dict[int, int | None] = {}
-        """Engine rank → the version it serves; None where its weights are torn."""
-        self._commits = Commits()
         self._stalled: set[MemberId] = set()
         """Members given up because the engine's thread did not respond; they rejoin when it does."""
-        self._steps: dict[int, tuple[int, int]] = {}
-        """Engine rank → the last version it learned of, and the step it had reached then."""
         self._unsendable: dict[str, str] = {}
         """Connections to which a message could not be sent, and why."""
-        self._counts: Counter[str] = Counter()
-        self._last_abort, self._last_version_s = "", 0.0
-        self._last_wire_bytes, self._last_magnitude_bytes = 0, 0
-        self._plan_s, self._ship_s, self._planned_at = 0.0, 0.0, 0.0
-        self._planned = threading.Event()
         self._stop = threading.Event()
         keys = server_keys(security)
         self._server = Server(
@@ -225,42 +192,81 @@ class Controller:
         )
         self.address = self._server.address
         self._planner = Planner(planning, self._settings, ranks_per_engine=ranks_per_engine, wake=self._server.wake)
+        self._versions = Versions(
+            self._membership,
+            self._settings,
+            ledger,
+            needed_engines=len(engines) if commit_policy is CommitPolicy.ALL else quorum,
+            surroundings=self._surroundings(),
+        )
+        self._rounds = Rounds(
+            self._membership,
+            self._planner,
+            self._server,
+            self._versions,
+            rebalances=rebalance,
+            send=self._send,
+            refuse=self._refuse,
+        )
         self._thread = threading.Thread(target=self._run, name="weft-controller", daemon=True)
         self._thread.start()
+
+    def _surroundings(self) -> Surroundings:
+        """What versions need of this controller."""
+        return Surroundings(
+            send=self._send,
+            lose=self._lose,
+            give_up=self._give_up_stalled,
+            next_round=self._next_round,
+            served=self._served,
+            hurry=self._hurry,
+        )
+
+    def _next_round(self) -> None:
+        """No version is under way."""
+        self._rounds.plan_if_possible()
+
+    def _served(self, transfer: Transfer) -> None:
+        """Every engine serves a version."""
+        self._rounds.look_at_rates(transfer)
+
+    def _hurry(self, is_soon: bool) -> None:
+        """How long to poll before sleeping."""
+        self._server.spin_s = BURST_SPIN_S if is_soon else SPIN_S
 
     @property
     def committed(self) -> int | None:
         """The last version that was decided to be committed."""
-        return self._ledger.committed
+        return self._versions.committed
 
     def statistics(self) -> ControllerStatistics:
         """A snapshot, for observers in this process."""
-        links = Counter(f"{choice.transport} ({choice.reason})" for choice in self._links.copy().values())
-        plan = self._plan
+        rounds, versions, plan = self._rounds, self._versions, self._rounds.plan
         return ControllerStatistics(
             members=tuple(map(str, sorted(self._membership.members.copy()))),
             lost={str(member): how for member, how in self._membership.lost.copy().items()},
-            links=dict(links),
-            plan_digest=self._plan_digest,
+            links=rounds.link_counts,
+            plan_digest=rounds.plan_digest,
             bytes_per_version=plan.total_bytes if plan is not None else 0,
-            committed=self._ledger.committed,
-            num_committed=self._counts["committed"],
-            num_aborted=self._counts["aborted"],
-            last_abort=self._last_abort,
-            last_version_s=self._last_version_s,
-            last_wire_bytes=self._last_wire_bytes,
-            last_magnitude_bytes=self._last_magnitude_bytes,
-            num_beats=self._counts["beats"],
+            committed=versions.committed,
+            num_committed=versions.counts["committed"],
+            num_aborted=versions.counts["aborted"],
+            last_abort=versions.last_abort,
+            last_version_s=versions.last_version_s,
+            last_wire_bytes=versions.last_wire_bytes,
+            last_magnitude_bytes=versions.last_magnitude_bytes,
+            num_beats=self._num_beats,
             num_plans=self._planner.num_plans,
-            plan_s=self._plan_s,
-            ship_s=self._ship_s,
-            writes_per_version=0 if self._parts is None else self._parts.num_writes,
+            plan_s=rounds.plan_s,
+            ship_s=rounds.ship_s,
+            writes_per_version=0 if rounds.parts is None else rounds.parts.num_writes,
+            slow_hosts=rounds.slow_hosts.by_members,
             channel=asdict(self._server.statistics()),
         )
 
     def wait_planned(self, timeout_s: float = 60.0) -> bool:
         """Wait until all members have joined and have their part of the plan; False if that takes too long."""
-        return self._planned.wait(timeout_s)
+        return self._rounds.planned.wait(timeout_s)
 
     def close(self) -> None:
         """Stop; members notice its silence."""
@@ -273,8 +279,6 @@ class Controller:
     def __exit__(self, *_: Any) -> None:
         self.close()
 
-    # The loop
-
     def _run(self) -> None:
         try:
             while not self._stop.is_set():
@@ -283,17 +287,19 @@ class Controller:
                     if received is None:
                         break
                     self._handle_safely(received.sender, received.message)
-                self._take_planned_safely()
+                self._rounds.take_planned()
                 self._look_at_clocks()
         finally:
             self._planner.close()
             self._server.close()
+            self._timelines.close()
 
     def _send(self, member: MemberId, message: Any) -> None:
         """Send to a member, if it has joined."""
         known = self._membership.members.get(member)
         if known is None:
             return
+        self._timelines.told(member, message)
         try:
             self._server.send(known.connection, message)
         except ProtocolError as error:  # too large: callers are in the middle of something
@@ -322,6 +328,7 @@ class Controller:
         known.last_heard = time.monotonic()
         try:
             check_side(known.join.side, message)
+            self._timelines.heard(member, message)
             self._report(member, known, message)
         except (ProtocolError, VersionError) as error:
             self._refuse(member, error)
@@ -344,13 +351,13 @@ class Controller:
     def _report(self, member: MemberId, known: Member, message: Any) -> None:
         match message:
             case Beat():
-                self._counts["beats"] += 1
+                self._num_beats += 1
                 self._send(member, Alive(controller=self._name, status=self._status))
             case Opened():
-                self._opened(known, message)
+                self._rounds.opened(known, message)
             case Failed(version=version, reason=reason):
                 check_version(version)
-                self._failed(member, known.join, version, reason)
+                self._versions.failed(member, known.join, version, reason)
             case Leave(reason=reason):
                 self._lose(member, f"left: {reason}" if reason else "left")
             case _ if known.join.side == "trainer":
@@ -362,39 +369,30 @@ class Controller:
         rank = known.join.rank
         match message:
             case Want(version=version):
-                self._ledger.check_number(version)
-                self._wants[rank] = version
-                self._answer_trainers()
+                self._versions.wanted(rank, version)
             case Written():
-                self._written(rank, message)
+                self._versions.written(rank, message)
             case Stopped():
-                self._stopped(member, known.join, message)
+                self._versions.stopped(member, known.join, message)
 
     def _engine_report(self, member: MemberId, known: Member, message: Any) -> None:
         rank = known.join.rank
         match message:
             case Blocked(round=number, reason=reason):
                 known.blocked = reason if number == self._membership.round else ""
-                self._answer_trainers()
+                self._versions.answer_trainers()
             case At(version=version, step=step):
-                self._check_known(member, version, "is at a step of")
+                self._versions.check_known(member, version, "is at a step of")
                 check_step(step)
-                self._at(rank, version, step)
+                self._versions.at(rank, version, step)
             case Paused(version=version):
-                self._check_known(member, version, "pauses for")
-                self._paused(rank, version)
+                self._versions.check_known(member, version, "pauses for")
+                self._versions.paused(rank, version)
             case Ready(version=version):
-                self._apply(self._ready(rank, version))
+                self._versions.ready(rank, version)
             case Committed(version=version):
-                self._check_known(member, version, "serves")
-                self._engine_committed(rank, version)
-
-    def _check_known(self, member: MemberId, version: int, what: str) -> None:
-        """Raise if a member names a version that was not published and that it did not join with."""
-        newest = self._transfer.version if self._transfer is not None else -1
-        told = claim(self._membership.members[member].join)
-        if not 0 <= version <= max(newest, self._ledger.last_decided, -1 if told is None else told):
-            raise ProtocolError(f"{member} {what} version {version}, which was not published")
+                self._versions.check_known(member, version, "serves")
+                self._versions.committed_by(rank, version)
 
     def _expel(self, connection: str, how: str) -> None:
         """End a connection; the member behind it, if any, is lost."""
@@ -416,7 +414,7 @@ class Controller:
         if time.monotonic() < self._next_look:
             return
         self._next_look = time.monotonic() + POLL_S
-        self._status = self._planner.status or self._membership.obstacle
+        self._status = self._rounds.status
         for connection in self._server.stuck(self._settings.silence_s):
             self._expel(connection, "does not read its messages")
         while self._unsendable:
@@ -426,41 +424,12 @@ class Controller:
             self._revoke(connection, reason)
         for member, silent_s in self._membership.silent_for(self._settings.silence_s).items():
             self._lose(member, f"has been silent for {silent_s:.1f} s")
-        self._drop_stalled()
-        transfer = self._transfer
-        if transfer is not None and transfer.aborted is not None and time.monotonic() > transfer.abort_deadline:
-            transfer.has_bytes = True  # must be assumed
-            self._tell_engines(transfer, transfer.aborted)
-        if transfer is not None and not transfer.is_decided and time.monotonic() > transfer.deadline:
-            num_trainers, version_s = self._membership.num["trainer"], self._settings.version_s
-            self._apply(self._ledger.timed_out(transfer.lateness(num_trainers=num_trainers, version_s=version_s)))
-
-    def _drop_stalled(self) -> None:
-        """Engines that do not commit, or do not pause, must not hold up others: all ranks of such an engine must go."""
-        now, settings = time.monotonic(), self._settings
-        late = {
-            rank: f"did not commit version {version} in {settings.commit_s:.1f} s"
-            for rank, version in self._commits.owing_since(now - settings.commit_s).items()
-        }
-        transfer = self._transfer
-        if transfer is not None and not transfer.is_decided and now > transfer.pause_deadline:
-            why = f"did not pause for version {transfer.version} in {settings.pause_s:.1f} s"
-            late |= dict.fromkeys(transfer.unpaused, why)
-        for rank, why in late.items():
-            for other in self._membership.ranks_of(rank // self._membership.ranks_per_engine):
-                self._give_up_stalled(
-                    MemberId.engine(other), why if other == rank else f"shares an engine with rank {rank}, which {why}"
-                )
-        if self._commits.ranks:  # the version may no longer wait for them
-            self._finish()
-            self._answer_trainers()
+        self._versions.look_at_clocks()
 
     def _give_up_stalled(self, member: MemberId, why: str) -> None:
         if member in self._membership.members:
             self._stalled.add(member)
             self._lose(member, why)
-
-    # Members
 
     def _join(self, connection: str, join: Join) -> None:
         member = join.member
@@ -477,12 +446,9 @@ class Controller:
             self._replace(member, connection)
         self._membership.add(connection, join, incarnation)
         self._stalled.discard(member)
-        self._settled.discard(incarnation)
-        self._abandoned.update(join.abandoned)
-        if join.pending is not None:
-            self._commits.owe([join.rank], version=join.pending, since=time.monotonic())
-        if join.side == "engine":
-            self._holds[join.rank] = join.holds
+        self._membership.settled.discard(incarnation)
+        self._membership.abandoned.update(join.abandoned)
+        self._versions.joined(join)
         welcome = Welcome(
             controller=self._name,
             incarnation=incarnation,
@@ -492,13 +458,8 @@ class Controller:
         )
         self._send(member, welcome)
         log.info("%s joined (%d of %d)", member, len(self._membership.members), sum(self._membership.num.values()))
-        self._plan_again()
-        self._plan_if_possible()
-
-    def _plan_again(self) -> None:
-        """The members have changed: a plan that is being made is for the previous ones."""
-        self._must_plan = True
-        self._planner.give_up()
+        self._rounds.plan_again()
+        self._rounds.plan_if_possible()
 
     def _replace(self, member: MemberId, connection: str) -> None:
         """A member joins again: the same process, or a newer one in its place."""
@@ -506,162 +467,6 @@ class Controller:
         self._lose(member, "joined again")
         if old != connection:
             self._server.send(old, Refused(reason=f"another process has joined as {member}"))
-
-    def _plan_if_possible(self) -> None:
-        """When all members have joined and no version is under way: let them open transports, for a new plan."""
-        if not self._must_plan or not self._membership.is_complete:
-            return
-        self._retire()
-        if self._transfer is not None or not self._rebuild():
-            return
-        self._must_plan = False
-        self._membership.begin_round()
-        self._planner.plan(self._membership.joins("trainer"), self._membership.joins("engine"))
-
-    def _take_planned_safely(self) -> None:
-        """A plan that triggers a bug costs the members this round, and does not stop the controller."""
-        try:
-            self._take_planned()
-        except Exception as error:
-            log.exception("internal error while following a plan")
-            self._refuse_all(PlanError(f"triggered a bug in the controller: {type(error).__name__}: {error}"))
-
-    def _take_planned(self) -> None:
-        """Take the planner's result, for the members that have joined."""
-        while (found := self._planner.take()) is not None:
-            match found:
-                case Planned():
-                    self._open(found)
-                case MemberPart(member=member, message=message):
-                    self._send(member, message)
-                case Shipped():
-                    self._begin_round()
-                case WeftError():
-                    self._refuse_misfits(found)
-
-    def _open(self, planned: Planned) -> None:
-        """Members match: let them open transports and memory for the plan."""
-        self._plan, self._plan_digest, self._parts = planned.plan, planned.digest, planned.parts
-        self._links, self._planned_at = planned.links, time.monotonic()
-        self._plan_s = planned.plan_s
-        self._membership.use(planned.links)
-        for member, known in self._membership.members.items():
-            transports = sorted(set(known.transports.values()))
-            asking = planned.parts.asking(known.join.rank) if known.join.side == "trainer" else None
-            message = Open(
-                round=self._membership.round,
-                transports=transports,
-                through_host=planned.parts.through_host,
-                asking=self._asking(asking),
-            )
-            if known.join.side == "engine":
-                message = Open(
-                    round=self._membership.round,
-                    transports=transports,
-                    through_host=planned.parts.through_host,
-                    writers=self._writers_of(known),
-                    settled=sorted(self._settled),
-                    abandoned=known.join.rank in self._abandoned,
-                    landing_bytes=planned.parts.opening(known.join.rank).landing_bytes,
-                    patch_bytes=planned.parts.opening(known.join.rank).patch_bytes,
-                )
-            self._send(member, message)
-
-    def _asking(self, trainers: list[int] | None) -> list[Asking] | None:
-        """Trainers that will connect to another, and the keys they are known by."""
-        if trainers is None:
-            return None
-        connections = {trainer: self._membership.members[MemberId.trainer(trainer)].connection for trainer in trainers}
-        return [Asking(trainer=trainer, key=self._server.key_of(at)) for trainer, at in connections.items()]
-
-    def _writers_of(self, engine: Member) -> list[Writer]:
-        """The trainers an engine rank offers its memory to."""
-        return [
-            Writer(
-                rank=known.join.rank,
-                incarnation=known.incarnation,
-                process=known.join.process,
-                place=known.join.place,
-                transport=engine.transports[known.join.rank],
-            )
-            for known in self._membership.members.values()
-            if known.join.side == "trainer"
-        ]
-
-    def _opened(self, known: Member, message: Opened) -> None:
-        if message.round != self._membership.round or self._planner.is_busy:
-            return  # it belongs to an earlier round, or was not requested
-        assert self._parts is not None
-        needed = self._parts.opening(known.join.rank) if known.join.side == "engine" else None
-        check_opened(known.join, message, set(known.transports.values()), needed)
-        if known.join.side == "trainer":
-            is_asked, has_keys = bool(self._parts.asking(known.join.rank)), self._server.has_keys
-            check_magnitudes(known.join.rank, message, is_asked=is_asked, has_keys=has_keys)
-        self._membership.open(known, message)
-        if self._membership.has_opened:
-            self._planner.ship(self._parts, self._membership.opened("trainer"), self._membership.opened("engine"))
-
-    def _begin_round(self) -> None:
-        """All members have opened, and were sent their parts of the plan."""
-        who, plan = self._membership, self._plan
-        assert plan is not None
-        self._planned_round = who.round
-        self._ship_s = time.monotonic() - self._planned_at
-        self._settled.clear()  # engines have heard of them
-        self._abandoned.clear()
-        self._planned.set()
-        log.info("plan %s: %d bytes per version", self._plan_digest[:16], plan.total_bytes)
-        for link, count in self.statistics().links.items():
-            log.info("%d links: %s", count, link)
-        for line in who.hosts():
-            log.info("%s", line)
-        self._answer_trainers()
-
-    def _refuse_misfits(self, error: WeftError) -> None:
-        """Members do not match: those that differ from the others are removed; all, if these are not known."""
-        named = error.members if isinstance(error, LayoutError) else ()
-        if not named:
-            self._refuse_all(error)
-        for member in [member for member in self._membership.members if str(member) in named]:
-            self._refuse(member, error, is_settled=True)
-
-    def _refuse_all(self, error: WeftError) -> None:
-        """Both sides hear why they do not match. Engines keep serving, and may wait for other trainers."""
-        log.error("no plan: %s", error)
-        for member, known in self._membership.members.items():
-            may_return = known.join.side == "engine"
-            self._send(member, Refused(reason=str(error), hint=error.hint or "", may_return=may_return))
-            self._settled.add(known.incarnation)  # no version is under way
-        self._membership.remove_all()
-        self._planner.give_up()
-        self._wants.clear()
-        self._commits.clear()  # a member that rejoins reports what it has not committed
-
-    def _rebuild(self) -> bool:
-        """Once, when all have joined: if an earlier controller died, only the members know of versions.
-
-        Before anything is opened: a version that some engines were told to commit is committed by the others as well.
-        False if a member was removed because its report cannot be true.
-        """
-        if self._is_rebuilt:
-            return True
-        joins = {member: known.join for member, known in self._membership.members.items()}
-        liars = unbelievable(joins)
-        for member, what in liars.items():
-            self._refuse(member, ProtocolError(what))
-        if liars:
-            return False
-        self._is_rebuilt = True
-        engines = self._membership.joins("engine")
-        known = [version for join in engines.values() for version in (join.last, join.pending) if version is not None]
-        committed = max(known, default=None)
-        told = [version for join in joins.values() for version in (join.last, join.seen) if version is not None]
-        self._ledger.restore(committed=committed, last_decided=max([*known, *told], default=-1))
-        for rank, join in engines.items():
-            if committed is not None and join.ready == committed and join.pending is None and join.last != committed:
-                self._commits.owe([rank], version=committed, since=time.monotonic())
-                self._send(MemberId.engine(rank), Decide(version=committed, commit=True))
-        return True
 
     def _lose(self, member: MemberId, how: str, *, is_settled: bool = True) -> None:
         """A member is gone: abort what depends on it, and plan again when it comes back.
@@ -672,326 +477,6 @@ class Controller:
         if known is None:
             return
         log.warning("%s %s", member, how)
-        self._plan_again()
-        self._planned.clear()
-        rank, transfer = known.join.rank, self._transfer
-        if known.join.side == "trainer":
-            self._wants.pop(rank, None)
-            if transfer is not None and rank in transfer.writers:
-                transfer.writers.discard(rank)
-                transfer.has_bytes = True
-            elif is_settled:
-                self._settled.add(known.incarnation)
-        else:
-            self._commits.forget(rank)
-            if transfer is not None:
-                transfer.drop(self._membership.ranks_of(rank // self._membership.ranks_per_engine))
-        self._apply(self._fail(known.join, how))
-        if self._transfer is not None:
-            self._send_writers(self._transfer)
-        self._finish()
-        self._answer_trainers()
-
-    # Versions
-
-    def _retire(self) -> None:
-        """Forget a version that no member depends on any more."""
-        transfer = self._transfer
-        if transfer is not None and transfer.aborted is not None and not transfer.writers:
-            self._tell_engines(transfer, transfer.aborted)
-        if transfer is not None and transfer.is_decided and not transfer.writers and not self._waits_for_commits():
-            self._transfer = None
-            self._server.spin_s = SPIN_S
-
-    def _answer_trainers(self) -> None:
-        """Answer trainers that want to write, if the last version is finished."""
-        self._retire()
-        self._plan_if_possible()
-        if not self._wants:
-            return
-        if not self._can_transfer():
-            self._turn_away()
-            return
-        for trainer, version in sorted(self._wants.items()):
-            transfer = self._transfer
-            if transfer is not None and (version != transfer.version or transfer.is_decided):
-                continue
-            if transfer is None and self._waits_for_commits():
-                continue
-            del self._wants[trainer]
-            self._offer(trainer, version)
-
-    def _can_transfer(self) -> bool:
-        """Whether every trainer, and enough engines, have their part of the current plan."""
-        planned = self._plan is not None and self._planned_round == self._membership.round
-        trainers = len(self._membership.open_ranks("trainer")) == self._membership.num["trainer"]
-        return planned and trainers and len(self._free_engines()) >= self._needed_engines
-
-    def _free_engines(self) -> list[int]:
-        """Engines that can take a version: all their ranks are present, open, and have committed the previous one."""
-        owing = {rank // self._membership.ranks_per_engine for rank in self._commits.ranks}
-        return [engine for engine in self._membership.live_engines() if engine not in owing]
-
-    def _waits_for_commits(self) -> bool:
-        """Whether the next version waits for engines that have not committed the last one.
-
-        If enough others have, engines that are late by more than a heartbeat are left out of the next.
-        """
-        if not self._commits.ranks:
-            return False
-        lagging = self._commits.owing_since(time.monotonic() - self._settings.beat_s)
-        return len(lagging) < len(self._commits.ranks) or len(self._free_engines()) < self._needed_engines
-
-    def _offer(self, trainer: int, version: int) -> None:
-        """A trainer's turn: open the version, or join the others that write it."""
-        try:
-            if self._transfer is None:
-                self._ledger.take_part(self._free_engines(), num_ranks=self._membership.ranks_per_engine)
-            self._ledger.publish(trainer=trainer, version=version)
-        except VersionError as error:
-            self._send(MemberId.trainer(trainer), Decide(version=version, commit=False, reason=str(error)))
-            return
-        if self._transfer is None:
-            self._begin(version)
-        assert self._transfer is not None
-        self._transfer.waiting.add(trainer)
-        self._send_writers(self._transfer)
-
-    def _begin(self, version: int) -> None:
-        ranks = {rank for engine in self._free_engines() for rank in self._membership.ranks_of(engine)}
-        now = time.monotonic()
-        self._transfer = Transfer(
-            version=version,
-            began=now,
-            deadline=now + self._settings.version_s,
-            engines=ranks,
-            unpaused=set(ranks) if self._settings.mode is ReceiverMode.IN_PLACE else set(),
-            pause_deadline=now + self._settings.pause_s,
-        )
-        self._server.spin_s = BURST_SPIN_S
-        for rank in sorted(ranks):
-            self._send(MemberId.engine(rank), Expect(version=version))
-
-    def _send_writers(self, transfer: Transfer) -> None:
-        if transfer.unpaused or transfer.is_decided:
-            return
-        engines = sorted(transfer.takers)
-        if transfer.waiting:
-            transfer.told.update(engines)
-        holds = [self._holds.get(rank) for rank in engines]
-        go = Go(version=transfer.version, engines=engines, holds=holds, whole=transfer.is_second_round)
-        for trainer in sorted(transfer.waiting):
-            transfer.writers.add(trainer)
-            self._send(MemberId.trainer(trainer), go)
-        transfer.waiting.clear()
-
-    def _turn_away(self) -> None:
-        """While a member is lost, or waits, no version can be written: say so at once, to all trainers."""
-        obstacles = {
-            member: f"{member} {how}" for member, how in self._membership.lost.items()
-        } | self._membership.blocked
-        if not obstacles:
-            return
-        reason = ", ".join(obstacles[member] for member in sorted(obstacles))
-        for trainer, version in sorted(self._wants.items()):
-            self._ledger.refuse(version, reason)
-            self._send(MemberId.trainer(trainer), Decide(version=version, commit=False, reason=reason))
-        self._wants.clear()
-
-    def _at(self, rank: int, version: int, step: int) -> None:
-        """An engine rank reports its step; when all ranks of its engine have, they learn where to meet."""
-        self._steps[rank] = version, step
-        ranks = self._membership.ranks_of(rank // self._membership.ranks_per_engine)
-        if all(self._steps.get(other, (None, 0))[0] == version for other in ranks):
-            boundary = max(self._steps[other][1] for other in ranks) + STEPS_AHEAD
-            for other in ranks:
-                self._send(MemberId.engine(other), Boundary(version=version, step=boundary))
-
-    def _paused(self, rank: int, version: int) -> None:
-        transfer = self._transfer
-        if transfer is not None and transfer.version == version:
-            transfer.unpaused.discard(rank)
-            self._send_writers(transfer)
-
-    def _written(self, trainer: int, message: Written) -> None:
-        version, transfer = message.version, self._transfer
-        if transfer is None or transfer.version != version:
-            self._check_known(MemberId.trainer(trainer), version, "has written")
-            return  # it had already ended
-        if trainer not in transfer.writers:
-            raise ProtocolError(f"trainer {trainer} has written version {version} without being told to")
-        check_written(trainer, message, transfer.asked, self._owed(trainer, transfer))
-        transfer.writers.discard(trainer)
-        transfer.finished.add(trainer)
-        transfer.has_bytes = True
-        transfer.parts += message.parts
-        transfer.magnitude_bytes += message.magnitude_bytes
-        if not transfer.is_decided:
-            self._finish_writing(transfer, trainer, message)
-        self._answer_trainers()
-
-    def _finish_writing(self, transfer: Transfer, trainer: int, message: Written) -> None:
-        """A trainer has written; engines it could not reach are lost, and the others verify when all have written."""
-        is_written = self._ledger.written(trainer=trainer, version=transfer.version)
-        for loss in message.losses:  # if the engine is alive, it joins again
-            self._lose(MemberId.engine(loss.engine), f"could not be written to by trainer {trainer}: {loss.reason}")
-        for rank in message.whole:
-            transfer.whole.update(self._membership.ranks_of(rank // self._membership.ranks_per_engine))
-        if not is_written or transfer.is_decided:
-            return
-        if transfer.whole & transfer.engines and not transfer.is_second_round:
-            self._send_whole(transfer)
-        else:
-            self._verify(transfer)
-
-    def _send_whole(self, transfer: Transfer) -> None:
-        """Patches do not suffice for some engines: these get the version whole, and pause for it in mode `patch`."""
-        pauses = self._settings.mode is ReceiverMode.PATCH
-        now = time.monotonic()
-        transfer.begin_second_round(deadline=now + self._settings.version_s, pauses=pauses)
-        transfer.pause_deadline = now + self._settings.pause_s
-        self._ledger.write_again(transfer.version)
-        for rank in sorted(transfer.whole):
-            self._send(MemberId.engine(rank), Expect(version=transfer.version, whole=True))
-        self._send_writers(transfer)
-
-    def _owed(self, trainer: int, transfer: Transfer) -> dict[int, int] | None:
-        """The bytes a trainer writes to each engine rank; None where patches, of any length, are written."""
-        if self._parts is None or (self._settings.delta is DeltaPolicy.ON and not transfer.is_second_round):
-            return None
-        return self._parts.owed(trainer)
-
-    def _stopped(self, member: MemberId, join: Join, message: Stopped) -> None:
-        """A trainer is not writing a version that it was told to write: stop waiting for it."""
-        version, transfer = message.version, self._transfer
-        if transfer is None or transfer.version != version:
-            self._check_known(member, version, "has stopped")
-            return
-        transfer.writers.discard(join.rank)
-        transfer.has_bytes |= message.has_written
-        self._abandoned.update(message.abandoned)
-        if not transfer.is_decided:
-            log.warning("%s stopped writing version %d: %s", member, version, message.reason)
-            self._apply(self._fail(join, message.reason))
-        self._answer_trainers()
-
-    def _verify(self, transfer: Transfer) -> None:
-        """Everything is written: let engines verify it, or, where that is not required, trust the writers' reports."""
-        if self._takes_their_word(transfer):
-            for rank in sorted(transfer.engines):
-                self._apply(self._ready(rank, transfer.version))
-            return
-        parts: dict[int, list[WriteReport]] = {rank: [] for rank in transfer.engines}
-        for part in transfer.parts:
-            if part.engine in parts:
-                parts[part.engine].append(part)
-        for rank in sorted(parts):
-            self._send(MemberId.engine(rank), Verify(version=transfer.version, parts=parts[rank]))
-
-    def _ready(self, rank: int, version: int) -> Decision | None:
-        """An engine rank holds a complete version; returns what that decides, if anything."""
-        engine, number = divmod(rank, self._membership.ranks_per_engine)
-        return self._ledger.ready(engine=engine, rank=number, version=version)
-
-    def _takes_their_word(self, transfer: Transfer) -> bool:
-        """Without a digest, engines could only count again what writers report as landed."""
-        settings, parts = self._settings, self._parts
-        if settings.digest is DigestPolicy.ON or settings.delta is DeltaPolicy.ON or parts is None:
-            return False
-        if parts.has_windows:
-            return False  # what was written has to be drained
-        if self._needed_engines < self._membership.num["engine"] // self._membership.ranks_per_engine:
-            return False  # with a quorum, the first ready engines would leave the others behind
-        return transfer.is_sent_whole(parts.wire_bytes)
-
-    def _failed(self, member: MemberId, join: Join, version: int, reason: str) -> None:
-        transfer = self._transfer
-        if join.side == "engine" and (transfer is None or transfer.is_decided):
-            if self._commits.done(join.rank, version):  # it will not commit what was decided
-                log.warning("%s could not commit version %d: %s", member, version, reason)
-                self._holds[join.rank] = None
-            self._finish()
-        if transfer is None or transfer.version != version or transfer.is_decided:
-            if join.side == "trainer" and self._wants.get(join.rank) == version:
-                del self._wants[join.rank]
-            self._answer_trainers()  # the next version may have waited for this
-            return
-        log.warning("%s failed version %d: %s", member, version, reason)
-        if join.side == "trainer":  # a trainer that is writing reports when it has stopped
-            transfer.waiting.discard(join.rank)
-        self._apply(self._fail(join, reason))
-        self._answer_trainers()
-
-    def _fail(self, join: Join, reason: str) -> Decision | None:
-        if join.side == "trainer":
-            return self._ledger.trainer_failed(join.rank, reason)
-        return self._ledger.engine_failed(join.rank // self._membership.ranks_per_engine, f"rank {join.rank}: {reason}")
-
-    def _engine_committed(self, rank: int, version: int) -> None:
-        if not self._commits.done(rank, version):
-            return  # it reported this when it joined
-        log.debug("engine %d serves version %d", rank, version)
-        self._holds[rank] = version
-        self._finish()
-        self._answer_trainers()
-
-    def _finish(self) -> None:
-        """When every engine serves a version, tell the trainers."""
-        transfer = self._transfer
-        if transfer is None or not transfer.is_commit or self._waits_for_commits():
-            return
-        transfer.is_commit = False
-        self._counts["committed"] += 1
-        self._last_version_s = time.monotonic() - transfer.began
-        self._last_wire_bytes, self._last_magnitude_bytes = transfer.wire_bytes, transfer.magnitude_bytes
-        log.info("version %d is served everywhere (%.1f ms)", transfer.version, self._last_version_s * 1e3)
-        for rank in self._membership.joins("trainer"):
-            self._send(MemberId.trainer(rank), Decide(version=transfer.version, commit=True))
-
-    def _apply(self, decision: Decision | None) -> None:
-        """Tell all members what was decided."""
-        transfer = self._transfer
-        if decision is None or transfer is None or transfer.version != decision.version:
-            return
-        transfer.is_decided, transfer.is_commit = True, decision.commit
-        commits = {rank for engine in decision.engines for rank in self._membership.ranks_of(engine)}
-        told = commits & set(self._membership.joins("engine"))
-        self._commits.owe(told, version=decision.version, since=time.monotonic())
-        if decision.commit or not any(self._is_live(transfer, rank) for rank in transfer.engines):
-            self._tell_engines(transfer, decision)
-        else:  # whether engines are torn is known once the writers have stopped, which they do when they hear of it
-            transfer.aborted = decision
-            transfer.abort_deadline = time.monotonic() + self._settings.silence_s
-        if decision.commit:
-            self._finish()
-        else:
-            self._abort(decision)
-        self._answer_trainers()
-
-    def _is_live(self, transfer: Transfer, rank: int) -> bool:
-        """Whether the version reaches the live weights of an engine rank before it is decided."""
-        second = self._settings.mode is ReceiverMode.PATCH and transfer.is_second_round
-        return self._settings.mode is ReceiverMode.IN_PLACE or (second and rank in transfer.whole)
-
-    def _tell_engines(self, transfer: Transfer, decision: Decision) -> None:
-        """What was decided, and whether engines that do not commit hold torn weights."""
-        transfer.aborted = None
-        commits = {rank for engine in decision.engines for rank in self._membership.ranks_of(engine)}
-        for rank in transfer.engines & set(self._membership.joins("engine")):
-            message = Decide(version=decision.version, commit=True)
-            if rank not in commits:
-                is_torn = transfer.has_bytes and rank in transfer.told and self._is_live(transfer, rank)
-                if is_torn:
-                    self._holds[rank] = None
-                reason = decision.reason or "its engine was dropped"
-                message = Decide(version=decision.version, commit=False, torn=is_torn, reason=reason)
-            self._send(MemberId.engine(rank), message)
-
-    def _abort(self, decision: Decision) -> None:
-        self._counts["aborted"] += 1
-        self._last_abort = decision.reason
-        log.warning("version %d was aborted: %s", decision.version, decision.reason)
-        for rank in self._membership.joins("trainer"):
-            message = Decide(version=decision.version, commit=False, reason=decision.reason)
-            self._send(MemberId.trainer(rank), message)
-        self._wants = {rank: version for rank, version in self._wants.items() if version != decision.version}
+        self._rounds.plan_again()
+        self._rounds.planned.clear()
+        self._versions.lost(known, how, is_settled=is_settled)

@@ -59,6 +59,12 @@ class Membership:
         """Members that are gone, and why; until they join again."""
         self.round = secrets.randbits(40)
         """Rounds of different controllers have different numbers, so their messages are not confused."""
+        self.has_plan = False
+        """Whether all have their parts of this round's plan."""
+        self.settled: set[int] = set()
+        """Incarnations of trainers that are gone and were not writing; engines hear of them in the next round."""
+        self.abandoned: set[int] = set()
+        """Engine ranks to which writes that a trainer gave up may still be in flight."""
         self._newest: dict[MemberId, int] = {}
         self._open: dict[str, set[int]] = {side: set() for side in self.num}
         """Ranks that have opened in this round."""
@@ -122,6 +128,7 @@ class Membership:
     def begin_round(self) -> None:
         """What was opened so far no longer counts."""
         self.round += 1
+        self.has_plan = False
         self._open = {side: set() for side in self.num}
 
     def open(self, known: Member, opened: Opened) -> None:

@@ -101,10 +101,16 @@ class Planner:
         """What is being done, and for how long; empty if nothing is."""
         return f"{self._what}, {time.monotonic() - self._began:.0f} s so far" if self._what else ""
 
-    def plan(self, trainers: Mapping[int, Join], engines: Mapping[int, Join]) -> None:
-        """Plan for these members; the result is a Planned, or an error."""
+    def plan(
+        self,
+        trainers: Mapping[int, Join],
+        engines: Mapping[int, Join],
+        *,
+        speeds: Mapping[str, float] | None = None,
+    ) -> None:
+        """Plan for these members; the result is a Planned, or an error. `speeds`: of hosts that are slow."""
         num_shards = sum(len(join.held.table) for side in (trainers, engines) for join in side.values())
-        self._begin(f"planning: {num_shards:,} shards", self._plan((trainers, engines)))
+        self._begin(f"planning: {num_shards:,} shards", self._plan((trainers, engines), dict(speeds or {})))
 
     def ship(self, parts: MemberPlans, trainers: Mapping[int, Opened], engines: Mapping[int, Opened]) -> None:
         """Make the parts of all members, from what they have opened."""
@@ -151,16 +157,16 @@ class Planner:
             self._results.put((number, result))
             self._wake()
 
-    def _plan(self, joins: Joins) -> Iterator[Result]:
+    def _plan(self, joins: Joins, speeds: Mapping[str, float]) -> Iterator[Result]:
         """One Planned: the previous one if the members are the same."""
-        key = _fingerprint(joins)
+        key = _fingerprint(joins, speeds)
         if self._kept is not None and self._kept[0] == key:
             yield self._kept[1]
             return
         began = time.monotonic()
         trainers, engines = joins
         links = choose_links(trainers, engines, self._settings)
-        plan, digest = self._planning.plan(trainers, engines, ranks_per_engine=self._ranks_per_engine)
+        plan, digest = self._planning.plan(trainers, engines, ranks_per_engine=self._ranks_per_engine, speeds=speeds)
         transports = {link: choice.transport for link, choice in links.items()}
         parts = MemberPlans(plan, digest, joins, transports, self._settings)
         planned = Planned(links=links, plan=plan, digest=digest, parts=parts, plan_s=time.monotonic() - began)
@@ -202,9 +208,10 @@ def _ship(parts: MemberPlans, trainers: Mapping[int, Opened], engines: Mapping[i
     yield Shipped()
 
 
-def _fingerprint(joins: Joins) -> bytes:
-    """What a plan depends on: the weights members hold, and where they are."""
+def _fingerprint(joins: Joins, speeds: Mapping[str, float]) -> bytes:
+    """What a plan depends on: the weights members hold, where they are, and which hosts are slow."""
     encoder, found = msgspec.msgpack.Encoder(), hashlib.blake2b(digest_size=16)
+    found.update(encoder.encode(sorted(speeds.items())))
     for side in joins:
         for rank, join in side.items():
             facts: list[Any] = [rank, join.held, join.place]

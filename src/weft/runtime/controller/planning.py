@@ -42,6 +42,7 @@ class Planning:
         topology: Cluster | Path | str | None,
         ignore: Sequence[str],
         plan: Plan | Path | str | None,
+        rebalance: bool = False,
         transfer: TransferSettings,
     ) -> Planning:
         """Check and load what was given; None: the default."""
@@ -50,6 +51,8 @@ class Planning:
                 "a saved plan cannot be combined with `policy`, `topology` or `ignore`",
                 hint="the plan fixes all three: pass them to `weft plan` instead",
             )
+        if plan is not None and rebalance:
+            raise ConfigError("a saved plan cannot be rebalanced", hint="leave out `rebalance` or `plan`")
         if isinstance(policy, CommitPolicy):
             raise ConfigError(
                 f"`policy` is the commit policy `{policy}`, expected a sending policy",
@@ -85,9 +88,17 @@ class Planning:
             )
 
     def plan(
-        self, trainers: Mapping[int, Join], engines: Mapping[int, Join], *, ranks_per_engine: int
+        self,
+        trainers: Mapping[int, Join],
+        engines: Mapping[int, Join],
+        *,
+        ranks_per_engine: int,
+        speeds: Mapping[str, float],
     ) -> tuple[Plan, str]:
-        """The plan between the members that joined, and its digest: the file's, if there is one."""
+        """The plan between the members that joined, and its digest: the file's, if there is one.
+
+        `speeds`: hosts that carry only a fraction of what their network cards should.
+        """
         if self.saved is not None:
             return follow_plan(self.saved, trainers, engines, ranks_per_engine=ranks_per_engine), self.saved_digest
         plan = plan_members(
@@ -98,6 +109,7 @@ class Planning:
             policy=self.policy,
             ignore=self.ignore,
             settings=self._settings(engines[min(engines)].place.device),
+            speeds=speeds,
         )
         return plan, plan_file.digest(plan)
 

@@ -11,7 +11,7 @@ from weft.errors import WeftError
 from weft.runtime.control.messages import Go, tag_of
 from weft.runtime.send.outgoing import Outgoing
 from weft.runtime.send.pipeline import Flow
-from weft.transport.base import Batch, Ticket
+from weft.transport.base import Batch, Ticket, WriteResult
 from weft.transport.mapped import DirectBatch
 
 Parcel = Batch | DirectBatch
@@ -57,6 +57,21 @@ class Sent:
     loss: str = ""
     needs_whole: bool = False
     """Whether patches do not suffice, or are not possible."""
+    began_at: float = 0.0
+    ended_at: float = 0.0
+    """When the first write was posted, and when the last had ended; 0: none was."""
+
+    def count(self, ticket: Ticket, done: WriteResult) -> None:
+        """A write has ended."""
+        self.num_bytes += done.num_bytes
+        self.digest += done.digest
+        self.began_at = min(self.began_at or ticket.began_at, ticket.began_at)
+        self.ended_at = max(self.ended_at, ticket.ended_at)
+
+    @property
+    def seconds(self) -> float:
+        """From the first post to the end of the last write."""
+        return max(self.ended_at - self.began_at, 0.0)
 
     @property
     def sizes_in_order(self) -> list[int]:

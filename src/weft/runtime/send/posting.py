@@ -44,8 +44,7 @@ def wait_all(job: Job, posted: Posted, sent: dict[int, Sent]) -> int:
         try:
             done = ticket.wait(max(job.deadline - time.monotonic(), 0.0))
             num_bytes += done.num_bytes
-            sent[engine].num_bytes += done.num_bytes
-            sent[engine].digest += done.digest
+            sent[engine].count(ticket, done)
         except TransportError as error:
             sent[engine].loss = sent[engine].loss or str(error)
     return num_bytes

@@ -25,7 +25,7 @@ from typing import Any, Self
 from weft.config import DeltaPolicy
 from weft.devices import device_work
 from weft.errors import ProtocolError, TransferTimeout, TransportError, VersionError, WeftError
-from weft.events import Event
+from weft.events import Event, busy_seconds
 from weft.runtime.control.member import ControlThread, Duties
 from weft.runtime.control.messages import (
     Decide,
@@ -402,6 +402,7 @@ class Sender:
                 num_bytes=s.num_bytes,
                 digest=s.digest & _MASK,
                 sizes=s.sizes_in_order,
+                seconds=s.seconds,
             )
             for engine, s in sent.items()
             if not s.loss and not s.needs_whole
@@ -409,7 +410,12 @@ class Sender:
         losses = [Loss(engine=engine, reason=s.loss) for engine, s in sent.items() if s.loss]
         whole = [engine for engine, s in sent.items() if s.needs_whole and not s.loss]
         return Written(
-            version=job.go.version, parts=parts, losses=losses, whole=whole, magnitude_bytes=job.magnitude_bytes
+            version=job.go.version,
+            parts=parts,
+            losses=losses,
+            whole=whole,
+            magnitude_bytes=job.magnitude_bytes,
+            stages=busy_seconds(job.flow.recorder.events),
         )
 
     @staticmethod

@@ -43,7 +43,7 @@ def line_chart(curves: Sequence[Curve], *, x_name: str, y_name: str, least_top: 
         body.append(f'<polyline fill="none" stroke="{colour}" stroke-width="1.6" points="{path}"/>')
         if len(curves) > 1:
             body.append(
-                f'<text x="{LEFT + 8 + 110 * number}" y="{TOP + 12}" fill="{colour}">{escape(curve.name)}</text>'
+                f'<text x="{LEFT + 8}" y="{TOP + 12 + 14 * number}" fill="{colour}">{escape(curve.name)}</text>'
             )
     return _svg(HEIGHT, body)
 

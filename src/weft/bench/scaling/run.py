@@ -1,0 +1,251 @@
+"""Versions of one fleet on the hosts of a lab: timed, counted on the NICs, compared."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import msgspec
+
+from weft.bench.prediction import HostsCase, plan_hosts, predict_plan
+from weft.bench.scaling.busy import BusyCores
+from weft.bench.scaling.lab_fleet import LabFleet
+from weft.bench.scaling.rows import Fleet, ScalingCase, ScalingRow
+from weft.bench.worker import Setup
+from weft.config import DeltaPolicy, TransferSettings
+from weft.core.models.model import Model
+from weft.core.plans.bound import balance
+from weft.core.plans.plan import Plan
+from weft.lab import Lab
+from weft.runtime.control.keys import Grant, new_keys
+from weft.runtime.control.security import KeysInMemory, Security
+
+Say = Callable[[str], None]
+PORT = 29600
+VERSION_S = 300.0
+REPLAN_VERSIONS = 4
+"""After so many versions a controller has seen, and planned around, a slow host."""
+CHANGED = 0.01
+"""Fraction of elements that differ between versions sent as patches."""
+
+
+def start_fleet(lab: Lab, case: ScalingCase, fleet: Fleet) -> LabFleet:
+    """Receivers on the first hosts, then the controller, then the senders."""
+    names = [("engine", rank) for rank in range(fleet.num_receivers)]
+    names += [("controller", 0)]
+    names += [("trainer", rank) for rank in range(fleet.num_senders)]
+    hosts = {name: host for host, name in enumerate(names)}
+    setups = {
+        name: Setup(
+            side=name[0],
+            rank=name[1],
+            num_trainers=fleet.num_senders,
+            num_engine_ranks=fleet.num_receivers,
+            num_parts=fleet.num_parts,
+            model=case.model,
+            port=PORT + fleet.num_senders,
+            master=lab.address(hosts["trainer", 0]),
+            precision=fleet.precision,
+            layout=fleet.layout,
+        )
+        for name in names
+    }
+    return LabFleet(lab, setups, hosts)
+
+
+class Run:
+    """One fleet, while its processes run."""
+
+    def __init__(
+        self, case: ScalingCase, fleet: Fleet, model: Model, lab: Lab, processes: LabFleet, repeat: int, say: Say
+    ) -> None:
+        self._case, self._fleet, self._model, self._lab = case, fleet, model, lab
+        self._processes, self._repeat, self._say = processes, repeat, say
+        self._version, self._small_steps = 0, 0
+        self._nic_bytes_per_s = lab.spec.hosts[0].rates[0] / 8
+        self.rows: list[ScalingRow] = []
+        if self._is_fp8:
+            processes.call("trainer", "fill_normal")
+
+    @property
+    def _is_fp8(self) -> bool:
+        return self._fleet.precision == "fp8"
+
+    def sockets(self) -> float:
+        """Plain sockets between the same hosts; returns the bytes per second and bounding host."""
+        total = self._plan_at(self._nic_bytes_per_s).total_bytes
+        self._measure("plain sockets", lambda: self._stream(total), num_bytes=total, is_verified=False)
+        return total / self.rows[-1].seconds / self._fleet.num_bound
+
+    def dense(self, socket_rate: float, *, method: str = "weft", rebalance: bool = False) -> None:
+        """Whole versions. `socket_rate`: what plain sockets reached for each bounding host."""
+        plan = self._plan_at(socket_rate / self._case.num_nics)
+        with Opened(self._processes, TransferSettings(transport="nixl", version_s=VERSION_S), rebalance=rebalance):
+            if rebalance:
+                for _ in range(REPLAN_VERSIONS):
+                    self._whole_version()
+            predicted, bound = predict_plan(plan), balance(plan).bound_s
+            self._measure(method, self._whole_version, num_bytes=plan.total_bytes, predicted_s=predicted, bound_s=bound)
+
+    def patches(self, socket_rate: float) -> None:
+        """Versions in which one percent is new."""
+        plan = self._plan_at(socket_rate / self._case.num_nics)
+        settings = TransferSettings(transport="nixl", version_s=VERSION_S, delta=DeltaPolicy.ON)
+        with Opened(self._processes, settings):
+            self._whole_version()  # the first one is sent whole
+            predicted = predict_plan(plan, density=CHANGED)
+            self._measure(
+                f"weft{self._kind}, 1% changed", self._small_version, num_bytes=plan.total_bytes, predicted_s=predicted
+            )
+
+    @property
+    def _kind(self) -> str:
+        return ", FP8 engines" if self._is_fp8 else ""
+
+    def collectives(self) -> None:
+        """Broadcasts from rank 0 over the same NICs; once each, because they take many times as long."""
+        total = self._plan_at(self._nic_bytes_per_s).total_bytes
+        for method, gather in (
+            ("broadcast from rank 0 (Gloo)", False),
+            ("gather to rank 0, broadcast (Gloo)", True),
+        ):
+            once: Callable[[], float] = partial(self._broadcast, gather=gather)
+            self._measure(method, once, num_bytes=total, is_once=True)
+
+    def _plan_at(self, nic_bytes_per_s: float) -> Plan:
+        fleet = self._fleet
+        slow = (1.0,) * (fleet.num_senders - 1) + (fleet.slow_share,) if fleet.slow_share is not None else ()
+        case = HostsCase(
+            trainer=f"{fleet.layout}{fleet.num_senders}",
+            num_trainers=fleet.num_senders,
+            engine=f"tp{fleet.num_parts}",
+            num_replicas=fleet.num_receivers // fleet.num_parts,
+            dtype="fp8-block128" if self._is_fp8 else "bf16",
+            num_nics=self._case.num_nics,
+            nic_bytes_per_s=nic_bytes_per_s,
+            host_speed=slow,
+        )
+        return plan_hosts(self._model, case)
+
+    def _measure(
+        self,
+        method: str,
+        once: Callable[[], float],
+        *,
+        num_bytes: int,
+        predicted_s: float | None = None,
+        bound_s: float | None = None,
+        is_verified: bool = True,
+        is_once: bool = False,
+    ) -> None:
+        self._say(f"{self._fleet.num_senders} senders: {method}")
+        if not is_once:
+            once()
+        before, busy = self._sent_bytes(), BusyCores()
+        times = [once() for _ in range(1 if is_once else self._repeat)]
+        cpu_share, sent = busy.share(), (self._sent_bytes() - before) // len(times)
+        seconds = statistics.median(times)
+        raw = self._fleet.num_bound * self._nic_bytes_per_s * self._case.num_nics
+        is_weft = method.startswith("weft")
+        self.rows.append(
+            ScalingRow(
+                method=method,
+                num_senders=self._fleet.num_senders,
+                num_receivers=self._fleet.num_receivers,
+                nic_gb_per_s=self._nic_bytes_per_s / 1e9,
+                num_nics=self._case.num_nics,
+                seconds=seconds,
+                gb_per_s=num_bytes / seconds / 1e9,
+                fraction_of_nics=num_bytes / seconds / raw,
+                predicted_s=predicted_s,
+                bound_s=bound_s,
+                verified=self._is_right() if is_verified else None,
+                cpu_share=cpu_share,
+                sent_bytes=sent,
+                planned_bytes=self._processes.call("controller", "wire_bytes")[0] if is_weft else num_bytes,
+            )
+        )
+
+    def _is_right(self) -> bool:
+        check = "verify_fp8" if self._is_fp8 else "verify"
+        return all(self._processes.call("engine", check, version=self._version, steps=self._small_steps))
+
+    def _sent_bytes(self) -> int:
+        """Bytes that have left the senders' hosts."""
+        first = self._fleet.num_receivers + 1
+        hosts = range(first, first + self._fleet.num_senders)
+        return sum(each.sent_bytes for each in self._lab.traffic() if each.host in hosts)
+
+    def _stream(self, total: int) -> float:
+        each = total // (self._fleet.num_senders * self._fleet.num_receivers)
+        sinks = self._processes.call("engine", "listen", num_senders=self._fleet.num_senders, num_bytes=each)
+        start = self._processes.soon()
+        (spans,) = self._processes.answers(
+            self._processes.ask("trainer", "stream", sinks=sinks, num_bytes=each, start=start)
+        )
+        self._processes.call("engine", "collect")
+        return _elapsed(spans)
+
+    def _whole_version(self) -> float:
+        self._advance()
+        return self._published()
+
+    def _small_version(self) -> float:
+        self._small_steps += 1
+        method = "advance_some_normal" if self._is_fp8 else "advance_some"
+        self._processes.call("trainer", method, step=self._small_steps)
+        return self._published()
+
+    def _advance(self) -> None:
+        """The next version; small steps are part of the versions before it."""
+        self._version += 1
+        if self._is_fp8:
+            self._processes.call("trainer", "advance_normal", version=self._version)
+        else:
+            self._processes.call("trainer", "advance")
+        self._processes.call("engine", "spoil")
+
+    def _published(self) -> float:
+        receiving = self._processes.ask("engine", "receive")
+        number = self._version + self._small_steps
+        publishing = self._processes.ask("trainer", "publish", version=number, start=self._processes.soon())
+        _, spans = self._processes.answers(receiving, publishing)
+        return _elapsed(spans)
+
+    def _broadcast(self, *, gather: bool) -> float:
+        self._advance()
+        receiving = self._processes.ask("engine", "broadcast")
+        sending = self._processes.ask("trainer", "broadcast", start=self._processes.soon(), gather=gather)
+        return _elapsed(self._processes.answers(sending, receiving)[0])
+
+
+class Opened:
+    """Members joined to a controller, inside this context."""
+
+    def __init__(self, processes: LabFleet, settings: TransferSettings, *, rebalance: bool = False) -> None:
+        self._processes, self._settings, self._rebalance = processes, settings, rebalance
+
+    def __enter__(self) -> None:
+        own, theirs = new_keys(), {side: new_keys() for side in ("trainer", "engine")}
+        grants = tuple(Grant(public=keys.public, side=side) for side, keys in theirs.items())
+        (address,) = self._processes.call(
+            "controller",
+            "open",
+            settings=msgspec.to_builtins(self._settings),
+            security=Security(keys=KeysInMemory(own=own, grants=grants)),
+            rebalance=self._rebalance,
+        )
+        for side, keys in theirs.items():
+            security = Security(keys=KeysInMemory(own=keys, server_public=own.public))
+            self._processes.call(side, "open", address=address, security=security)
+
+    def __exit__(self, *_: Any) -> None:
+        for side in ("trainer", "engine", "controller"):
+            self._processes.call(side, "shut")
+
+
+def _elapsed(spans: Sequence[Any]) -> float:
+    """From the first begin to the last end."""
+    return float(max(span[1] for span in spans) - min(span[0] for span in spans))
