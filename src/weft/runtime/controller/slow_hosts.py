@@ -57,6 +57,8 @@ class SlowHosts:
 
     def _report(self, members: Mapping[MemberId, Member]) -> None:
         """Once, when it has changed."""
+        if not self._found and not self.by_members:
+            return
         on_host: dict[str, list[str]] = defaultdict(list)
         for member, known in sorted(members.items()):
             on_host[known.join.place.host].append(str(member))
@@ -79,14 +81,15 @@ class HostRates:
 
     def add(self, parts: Sequence[WriteReport], *, trainers: Mapping[int, str], engines: Mapping[int, str]) -> None:
         """A version was written; `trainers`, `engines`: the host of every rank."""
-        wired = [part for part in parts if trainers.get(part.trainer) != engines.get(part.engine)]
-        found: dict[str, float] = {}
-        for side in (
-            [(trainers.get(part.trainer), part) for part in wired],
-            [(engines.get(part.engine), part) for part in wired],
-        ):
-            for host, share in _shares([(host, part) for host, part in side if host is not None]).items():
-                found[host] = min(share, found.get(host, share))
+        sending, receiving = _Side(), _Side()
+        for part in parts:
+            source, target = trainers.get(part.trainer), engines.get(part.engine)
+            if source is not None and target is not None and source != target and part.seconds:
+                sending.add(source, part)
+                receiving.add(target, part)
+        found = sending.shares()
+        for host, share in receiving.shares().items():
+            found[host] = min(share, found.get(host, share))
         for host, share in found.items():
             self._shares[host].append(share)
 
@@ -115,17 +118,24 @@ def differ(found: Mapping[str, float], known: Mapping[str, float]) -> bool:
     return any(max(now, before) > NOTABLE * min(now, before) for now, before in pairs)
 
 
-def _shares(parts: Sequence[tuple[str, WriteReport]]) -> dict[str, float]:
-    """The rate of each host of a side, over the median of the other hosts'."""
-    num_bytes: dict[str, int] = defaultdict(int)
-    seconds: dict[str, float] = defaultdict(float)
-    for host, part in parts:
-        num_bytes[host] += part.num_bytes
-        seconds[host] = max(seconds[host], part.seconds)
-    rates = {host: num_bytes[host] / seconds[host] for host in num_bytes if seconds[host] >= MIN_SECONDS}
-    shares = {}
-    for host, rate in rates.items():
-        others = [other for name, other in rates.items() if name != host]
-        if others and (usual := statistics.median(others)) > 0:
-            shares[host] = rate / usual
-    return shares
+class _Side:
+    """What the hosts of one side carried in one version."""
+
+    def __init__(self) -> None:
+        self._bytes: dict[str, int] = {}
+        self._seconds: dict[str, float] = {}
+
+    def add(self, host: str, part: WriteReport) -> None:
+        """One link."""
+        self._bytes[host] = self._bytes.get(host, 0) + part.num_bytes
+        self._seconds[host] = max(self._seconds.get(host, 0.0), part.seconds)
+
+    def shares(self) -> dict[str, float]:
+        """The rate of each host, over the median of the other hosts'."""
+        rates = {host: self._bytes[host] / seconds for host, seconds in self._seconds.items() if seconds >= MIN_SECONDS}
+        shares = {}
+        for host, rate in rates.items():
+            usual = statistics.median([other for name, other in rates.items() if name != host] or [0.0])
+            if usual > 0:
+                shares[host] = rate / usual
+        return shares
