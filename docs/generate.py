@@ -20,6 +20,7 @@ ROOT = Path(__file__).parent.parent
 PLANNING = json.loads((ROOT / "benchmarks/results/planning.json").read_text())
 VALIDATION = json.loads((ROOT / "benchmarks/results/validation.json").read_text())
 TRANSFER = json.loads((ROOT / "benchmarks/results/transfer.json").read_text())
+SLICES = json.loads((ROOT / "benchmarks/results/slice_h200.json").read_text())
 TRANSFER_GPU = json.loads((ROOT / "benchmarks/results/transfer_h200.json").read_text())
 CODEC = json.loads((ROOT / "benchmarks/results/codec.json").read_text())
 CODEC_GPU = json.loads((ROOT / "benchmarks/results/codec_h200.json").read_text())
@@ -82,6 +83,26 @@ def compiled() -> str:
     where = f"{found['cores']} cores of {found['cpu']}"
     note = f"Boxes, bytes and processor time of the busiest trainer / engine rank; {where}."
     return f"{table(header, rows)}\n\n{note}"
+
+
+def slices() -> str:
+    """One rank of published runs, on one GPU."""
+    header = ("run", "rank", "stages, measured (predicted)", "at the NIC's rate", "predicted", "checked")
+    cells = [
+        (
+            run["name"],
+            f"{run['side']} {run['rank']}",
+            ", ".join(
+                f"{stage['stage']} {stage['measured_ms']:.0f} ({stage['predicted_ms']:.0f}) ms"
+                for stage in run["stages"]
+            ),
+            f"{run['paced_s']:.3f} s",
+            f"{run['predicted_s']:.3f} s",
+            f"{run['checked_bytes'] / 1e9:.1f} GB",
+        )
+        for run in SLICES["runs"]
+    ]
+    return f"{table(header, cells)}\n\nMeasured on one {SLICES['machine']['gpu']}; medians of five versions."
 
 
 def _plan_row(name: str, row: dict[str, Any]) -> tuple[str, ...]:
@@ -506,6 +527,7 @@ BLOCKS = {
     "plan-example": plan_example,
     "compiled": compiled,
     "planning": planning,
+    "slices": slices,
     "predictions": predictions,
     "settings-transfer": lambda: settings_table("config.py", "TransferSettings"),
     "settings-engine": lambda: settings_table("config.py", "EngineSettings", prefix="WEFT_"),

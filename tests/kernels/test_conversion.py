@@ -88,8 +88,7 @@ def both(work, x: torch.Tensor, scaling: Scaling, chunks: Any, parts: Any = None
     found = []
     for here, who, make in ((x, None, CpuConverter), (there, work, lambda g, **o: GpuConverter(work, g, **o))):
         converter = make(held(here, scaling, parts or [(0, x.shape[0])]), **options)
-        converter.find_amax(0)
-        magnitudes = converter.amax(converter.cut[0])
+        magnitudes = converter.find_amax(0)
         converter.agree(0, magnitudes if others is None else others(magnitudes))
         images = [image_on(who, converter, described) for described in chunks(here)]
         found.append((magnitudes, images))
@@ -149,8 +148,7 @@ def test_a_new_version_forgets_the_old_magnitudes(work):
     converter = GpuConverter(work, held(x, Scaling.BLOCK, [(0, 200), (200, 300)]))
     described = chunk(conversion(x, Op.QUANTIZE, (0, 200), (0, 128)), conversion(x, Op.QUANTIZE, (200, 300), (0, 128)))
     for _ in range(2):
-        converter.find_amax(0)
-        converter.agree(0, converter.amax(converter.cut[0]))
+        converter.agree(0, converter.find_amax(0))
         found = image_on(work, converter, described)
         x.mul_(0.25)
     again = GpuConverter(work, held(x, Scaling.BLOCK, [(0, 300)]))

@@ -20,6 +20,9 @@ class InterpretedWork(GpuWork):
         self.device = torch.device("cpu")
         self._prepare()
 
+    def beside(self) -> InterpretedWork:
+        return InterpretedWork()
+
     @contextlib.contextmanager
     def queue(self) -> Iterator[None]:
         yield

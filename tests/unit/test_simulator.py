@@ -19,7 +19,7 @@ from weft.core.plans.schedule import make_schedule
 from weft.core.topology import Cluster, HostKind, Nic
 from weft.observe.trace import trace_events
 from weft.sim.costs import GatherCosts, StageCosts
-from weft.sim.simulator import Barrier, Options, simulate
+from weft.sim.simulator import Barrier, Options, simulate, simulate_rank
 
 FREE = StageCosts(control_s=0.0)
 
@@ -188,3 +188,17 @@ def test_memory_is_counted_once_for_replicas(plan):
     assert cost.delta_bytes == 2 * cost.staging_bytes
     assert cost.shadow_bytes == plan.rx_bytes.max()
     assert image_bytes(plan).sum() == pytest.approx(plan.total_bytes / 2, rel=0.01)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp8-block128"])
+def test_a_rank_alone_takes_what_a_case_of_one_pair_takes(dtype):
+    case = Case(model="qwen3-0.6b", trainer="fsdp1", engine="tp1", dtype=dtype, topology="h200-efa3200")
+    plan = plan_case(case)
+    whole, costs = simulate(plan), StageCosts()
+    trainer = simulate_rank(plan, side="trainer", rank=0)
+    rounds = 2 if dtype == "fp8-block128" else 1  # magnitudes take one more
+    assert trainer.predicted_s == pytest.approx(whole.transfer_s - rounds * costs.control_s, rel=0.01)
+    assert trainer.wire_s == pytest.approx(whole.stages["send"])
+    engine = simulate_rank(plan, side="engine", rank=0)
+    assert engine.wire_s == pytest.approx(whole.stages["receive"])
+    assert engine.stages == pytest.approx({name: whole.stages[name] for name in ("verify", "commit")})

@@ -14,6 +14,7 @@ from rich.markup import escape
 
 from weft import __version__
 from weft.cli.bench import bench_app
+from weft.cli.bench_slice import slice_command
 from weft.cli.controller import controller_command
 from weft.cli.env import env_command
 from weft.cli.keys import keys_command
@@ -25,7 +26,9 @@ from weft.cli.rehearse import rehearse_command
 from weft.cli.rl import demo_command, rl_command
 from weft.cli.serve import serve_command
 from weft.cli.simulate import simulate_command
+from weft.cli.top import top_command
 from weft.cli.topology import topology_app
+from weft.cli.trace import trace_command
 from weft.cli.validate import validate_command
 from weft.cli.why import why_command
 from weft.errors import WeftError
@@ -49,8 +52,11 @@ app.command("validate")(validate_command)
 app.command("controller")(controller_command)
 app.command("serve")(serve_command)
 app.command("why")(why_command)
+app.command("trace")(trace_command)
+app.command("top")(top_command)
 app.command("keys")(keys_command)
 app.command("env")(env_command)
+bench_app.command("slice")(slice_command)
 app.add_typer(bench_app, name="bench")
 app.add_typer(lab_app, name="lab")
 app.add_typer(topology_app, name="topology")

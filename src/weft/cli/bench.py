@@ -64,13 +64,13 @@ def transfer_command(
             raise ConfigError(
                 "--layers, --precision and --host are for GPUs", hint="`weft bench fp8` measures FP8 on CPUs"
             )
-        transfer = _load("transfer")
+        transfer = load_bench("transfer")
         wanted = transfer.cases(
             tuple(case or ("tp", "replicas")), num_trainers=trainers or 2, num_engine_ranks=engine_ranks or 2
         )
         with progress() as say:
             report = transfer.measure(
-                model or "qwen2.5-0.5b", wanted, repeat=repeat, baseline=baselines, say=_tell(say), modes=modes
+                model or "qwen2.5-0.5b", wanted, repeat=repeat, baseline=baselines, say=tell(say), modes=modes
             )
         show: Callable[[Any], None] = _show
     else:
@@ -78,8 +78,8 @@ def transfer_command(
             raise ConfigError(
                 "--case and --trainers are for CPUs", hint="leave them out: one trainer and one engine share the GPU"
             )
-        _check_cuda()
-        on_gpu = _load("on_gpu.measure")
+        check_cuda()
+        on_gpu = load_bench("on_gpu.measure")
         moved = on_gpu.GpuCase(
             model=model or on_gpu.DEFAULT_MODEL,
             num_layers=layers,
@@ -94,7 +94,7 @@ def transfer_command(
                 modes=modes,
                 repeat=repeat,
                 baseline=baselines,
-                say=_tell(say),
+                say=tell(say),
             )
         show = _show_gpu
     if as_json:
@@ -126,7 +126,7 @@ def scaling_command(
         raise ConfigError(f"`{plot}` is not an .svg file", hint="plots are written as .svg")
     check_possible()
     logging.disable(logging.WARNING)  # members that leave are expected here
-    case = _load("scaling.rows").ScalingCase(
+    case = load_bench("scaling.rows").ScalingCase(
         model=model,
         num_senders=tuple(senders or (1, 2, 4, 8)),
         num_receivers=receivers,
@@ -135,9 +135,9 @@ def scaling_command(
         slow_host=slow_host,
     )
     with progress() as say:
-        report = _load("scaling.measure").measure(case, repeat=repeat, baselines=baselines, say=_tell(say))
+        report = load_bench("scaling.measure").measure(case, repeat=repeat, baselines=baselines, say=tell(say))
     if plot is not None:
-        plot.write_text(_load("scaling.plot").scaling_svg(report.to_json()["rows"]))
+        plot.write_text(load_bench("scaling.plot").scaling_svg(report.to_json()["rows"]))
     if as_json:
         print_json(report.to_json())
     else:
@@ -191,7 +191,7 @@ def links_command(
         raise ConfigError(f"`{save}` is not a .toml file", hint="topologies are read from .toml files")
     cluster = load_topology(topology)
     with progress() as say:
-        report = _load("links").measure(repeat=repeat, say=_tell(say))
+        report = load_bench("links").measure(repeat=repeat, say=tell(say))
     if save is not None:
         save.write_text(cluster_toml(report.put_into(cluster)))
     if as_json:
@@ -221,7 +221,7 @@ def codec_command(
 ) -> None:
     """Compare patches, FP8 and digests with a plain copy; check each against its reference."""
     with progress() as say:
-        report = _codec_report(device, megabytes << 20, density, repeat, _tell(say))
+        report = _codec_report(device, megabytes << 20, density, repeat, tell(say))
     if as_json:
         print_json(report.to_json())
         return
@@ -250,10 +250,10 @@ def fp8_command(
     as_json: Json = False,
 ) -> None:
     """Move BF16 shards to an FP8 engine: exchange magnitudes, or gather full tensors."""
-    measure = _load("fp8").measure
+    measure = load_bench("fp8").measure
     logging.disable(logging.WARNING)  # members that leave are expected here
     with progress() as say:
-        report = measure(model, num_trainers=trainers, repeat=repeat, say=_tell(say))
+        report = measure(model, num_trainers=trainers, repeat=repeat, say=tell(say))
     if as_json:
         print_json(report.to_json())
         return
@@ -282,10 +282,10 @@ def pipeline_command(
     as_json: Json = False,
 ) -> None:
     """Compare the stages of sending over a slow link, one after the other and overlapped."""
-    measure = _load("pipeline").measure
+    measure = load_bench("pipeline").measure
     logging.disable(logging.WARNING)  # members that leave are expected here
     with progress() as say:
-        report = measure(model, repeat=repeat, chunk_mib=chunk_mib, staging_mib=staging_mib, say=_tell(say))
+        report = measure(model, repeat=repeat, chunk_mib=chunk_mib, staging_mib=staging_mib, say=tell(say))
     if as_json:
         print_json(report.to_json())
         return
@@ -318,14 +318,14 @@ def pipeline_command(
 def _codec_report(device: str, num_bytes: int, density: float, repeat: int, say: Callable[[str], None]) -> CodecReport:
     report: CodecReport
     if memory_kind(device) == "cpu":
-        report = _load("codec").measure_cpu(num_bytes, density=density, repeat=repeat, say=say)
+        report = load_bench("codec").measure_cpu(num_bytes, density=density, repeat=repeat, say=say)
     else:
-        _check_cuda()
-        report = _load("codec_gpu").measure_gpu(device, num_bytes, density=density, repeat=repeat, say=say)
+        check_cuda()
+        report = load_bench("codec_gpu").measure_gpu(device, num_bytes, density=density, repeat=repeat, say=say)
     return report
 
 
-def _load(name: str) -> Any:
+def load_bench(name: str) -> Any:
     """A module of `weft.bench`, loaded late: some need torch."""
     try:
         return importlib.import_module(f"weft.bench.{name}")
@@ -333,14 +333,15 @@ def _load(name: str) -> Any:
         raise TransportUnavailable(f"the benchmark needs {error.name}", hint="pip install weft[bench]") from error
 
 
-def _check_cuda() -> None:
+def check_cuda() -> None:
+    """Raise where PyTorch has no GPU."""
     import torch  # noqa: PLC0415
 
     if not torch.cuda.is_available():
         raise ConfigError("no CUDA device on this machine", hint="use --device cpu")
 
 
-def _tell(say: Callable[[str], None]) -> Callable[[str], None]:
+def tell(say: Callable[[str], None]) -> Callable[[str], None]:
     """Progress: a status line on a terminal, plain lines elsewhere."""
     if err.is_terminal:
         return say

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import signal
 import threading
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
@@ -16,6 +18,7 @@ from weft.cli.case_options import Ignore, Json, PolicyName, TopologyName
 from weft.cli.output import err, print_json
 from weft.config import DeltaPolicy, DigestPolicy, TransferSettings
 from weft.core.version import CommitPolicy
+from weft.observe.metrics import serve_metrics
 from weft.runtime.control.security import security_in
 from weft.runtime.controller.controller import Controller
 
@@ -58,6 +61,7 @@ def controller_command(
     events: Annotated[
         Path | None, typer.Option(help="Append a line for every version to a file, for `weft why`.")
     ] = None,
+    metrics: Annotated[str, typer.Option(help="Serve Prometheus metrics on HOST:PORT, as in 127.0.0.1:9464.")] = "",
     keys: Annotated[Path | None, typer.Option(help="Folder with controller.key and members' .pub files.")] = None,
     as_json: Json = False,
 ) -> None:
@@ -98,7 +102,8 @@ def controller_command(
         err.print(f"listening on {controller.address}, waiting for {trainers} trainers and {engine_ranks} engine ranks")
         if plan is not None:
             err.print(f"following the plan `{plan}`")
-        stop.wait()
+        with _metrics(metrics, controller):
+            stop.wait()
         found = asdict(controller.statistics())
     if as_json:
         print_json(found)
@@ -106,6 +111,17 @@ def controller_command(
     err.print(
         f"{found['num_committed']} versions committed, {found['num_aborted']} aborted; last: {found['committed']}"
     )
+
+
+@contextlib.contextmanager
+def _metrics(bind: str, controller: Controller) -> Iterator[None]:
+    """Metrics, if they are asked for."""
+    if not bind:
+        yield
+        return
+    with serve_metrics(bind, lambda: asdict(controller.statistics())) as address:
+        err.print(f"metrics at {address}")
+        yield
 
 
 class _ToStderr(logging.Handler):

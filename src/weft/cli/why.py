@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.markup import escape
 
 from weft.cli.case_options import Json
 from weft.cli.output import out, print_json, show_table
-from weft.errors import ConfigError
+from weft.observe.events_file import find_version
 from weft.observe.why import explain
 
 
@@ -22,7 +21,7 @@ def why_command(
     as_json: Json = False,
 ) -> None:
     """Say why a version took as long as it did: the chain of waits that ended last."""
-    explanation = explain(_record(events, version))
+    explanation = explain(find_version(events, version))
     if as_json:
         print_json(asdict(explanation))
         return
@@ -32,25 +31,3 @@ def why_command(
         for cause in explanation.causes
     ]
     show_table(f"version {explanation.version}, {explanation.outcome}", ("ms", "share", "what"), rows, as_json=False)
-
-
-def _record(path: Path, version: int | None) -> dict[str, Any]:
-    """The line of a version. The last line may be incomplete while a controller writes."""
-    try:
-        lines = path.read_text().splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"`{path}` cannot be read: {error}") from error
-    records = []
-    for number, line in enumerate(lines, 1):
-        try:
-            records.append(json.loads(line))
-        except json.JSONDecodeError as error:
-            if number < len(lines):
-                raise ConfigError(f"`{path}` line {number} is not an event: {error}") from error
-    known = [record for record in records if isinstance(record, dict) and "moments" in record]
-    found = [record for record in known if version is None or record["version"] == version]
-    if not found:
-        what = "no version" if version is None else f"no version {version}"
-        ended = ", ".join(str(record["version"]) for record in known[-5:])
-        raise ConfigError(f"`{path}` has {what}", hint=f"the last that ended: {ended or 'none'}")
-    return found[-1]

@@ -4,8 +4,7 @@ The weights a trainer sends as FP8 lie on grids of blocks that share a scale. It
 blocks it holds, agrees with the other holders on the blocks that are cut, and then fills chunks of an image: bytes as
 the engine wants them, in the order in which they are sent.
 
-    converter.find_amax(0)                                   # a group of grids
-    found = converter.amax(converter.cut[0])                 # to be exchanged: the maximum over all holders
+    found = converter.find_amax(0)                           # a group of grids; the maximum over all holders is taken
     converter.agree(0, agreed)
     wait = converter.fill(chunk, image)                      # None where it is filled already
 """
@@ -122,11 +121,8 @@ class Converter(Protocol):
     def looks_before(self, group: int) -> bool:
         """Whether `find_amax` has anything to find."""
 
-    def find_amax(self, group: int) -> None:
-        """Find the largest magnitude of every block of a group, in the parts held here."""
-
-    def amax(self, blocks: NDArray[np.int64]) -> Floats:
-        """Magnitudes of some blocks."""
+    def find_amax(self, group: int) -> Floats:
+        """Find the largest magnitudes of a group's blocks, in the parts held here; returns those of its cut blocks."""
 
     def agree(self, group: int, amax: Floats) -> None:
         """The magnitudes of a group's cut blocks are known: make the scales."""
@@ -172,7 +168,7 @@ class CpuConverter:
         """Chunks are filled with the magnitudes that were found."""
         return len(self.spread.grids_of(group)) > 0
 
-    def find_amax(self, group: int) -> None:
+    def find_amax(self, group: int) -> Floats:
         """Raises CodecError, naming the tensor, for non-finite numbers."""
         self._amax[self.spread.blocks_of(group)] = 0
         grids = self.spread.grids_of(group)
@@ -182,10 +178,7 @@ class CpuConverter:
             grid = self._grids.boxes.grid[first:last]
             number = grid[np.flatnonzero(wild)[0]]
             raise fp8.not_finite(self._grids.names[number], int(wild[grid == number].sum()))
-
-    def amax(self, blocks: NDArray[np.int64]) -> Floats:
-        """Magnitudes of some blocks."""
-        return self._amax[blocks]
+        return self._amax[self.cut[group]]
 
     def agree(self, group: int, amax: Floats) -> None:
         """Make the scales of a group."""

@@ -43,6 +43,19 @@ class _Search:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class _GroupProgram:
+    """A search before chunks are filled, and where its results go for the host."""
+
+    search: _Search
+    found: torch.Tensor
+    """Magnitudes of the cut blocks, on the device."""
+    fetched: torch.Tensor
+    """The same in host memory."""
+    num_wild: torch.Tensor
+    """How many numbers are not finite, in host memory."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _ChunkProgram:
     """A chunk's tables on the device."""
 
@@ -73,37 +86,44 @@ class GpuConverter:
         """The same for what `find_amax` searches, on another thread."""
         self._cut = [work.upload(blocks) for blocks in self.cut]
         self._is_sought = self._sought_before()
-        self._searches: dict[int, _Search] = {}
+        self._searching = work.beside()
+        """Searches before chunks are filled, on another thread."""
+        self._groups: dict[int, _GroupProgram] = {}
         self._programs: dict[int, _ChunkProgram] = {}
 
     def looks_before(self, group: int) -> bool:
         """Whether some blocks are cut, or larger than a tile."""
         return bool(self._is_sought[self.spread.blocks_of(group)].any())
 
-    def find_amax(self, group: int) -> None:
+    def find_amax(self, group: int) -> Floats:
         """Find magnitudes that are needed before chunks are filled; if there are none, returns at once.
 
         Raises CodecError, naming the tensor, for non-finite numbers.
         """
-        with self._work.queue():
-            if group not in self._searches:
-                mine = self.spread.blocks_of(group)
-                blocks = mine.start + np.flatnonzero(self._is_sought[mine])
-                self._searches[group] = self._search(blocks, self.spread.grids_of(group))
-            search = self._searches[group]
-            if len(search.blocks):
-                self._find(search, self._wild_before)
-                if not self._allow_nonfinite and int(self._wild_before[0].item()):
-                    self._raise_if_wild(self.spread.grids_of(group), self._wild_before)
-                    raise CodecError("weights have elements that are not finite", hint=_DIVERGED)
+        if group not in self._groups:
+            self._groups[group] = self._group(group)
+        program = self._groups[group]
+        if len(program.search.blocks):
+            with self._searching.queue():
+                self._find(program.search, self._wild_before)
+                torch.index_select(self._amax, 0, self._cut[group], out=program.found)
+                program.fetched.copy_(program.found, non_blocking=True)
+                program.num_wild.copy_(self._wild_before[:1], non_blocking=True)
+                done = self._searching.marker()
+            done.synchronize()
+            if not self._allow_nonfinite and int(program.num_wild):
+                self._raise_if_wild(self.spread.grids_of(group), self._wild_before)
+                raise CodecError("weights have elements that are not finite", hint=_DIVERGED)
+        magnitudes: Floats = program.fetched.numpy().copy()
+        return magnitudes
 
-    def amax(self, blocks: Int64s) -> Floats:
-        """Magnitudes of some blocks."""
-        if not len(blocks):
-            return np.zeros(0, dtype=np.float32)
-        with self._work.queue():
-            found: Floats = self._amax[self._work.upload(blocks)].cpu().numpy()
-        return found
+    def _group(self, group: int) -> _GroupProgram:
+        mine = self.spread.blocks_of(group)
+        with self._searching.stream():
+            search = self._search(mine.start + np.flatnonzero(self._is_sought[mine]), self.spread.grids_of(group))
+            found = torch.empty(len(self._cut[group]), dtype=torch.float32, device=self._work.device)
+        fetched, num_wild = self._work.host_copy(found), self._work.host_copy(self._wild_before[:1])
+        return _GroupProgram(search=search, found=found, fetched=fetched, num_wild=num_wild)
 
     def agree(self, group: int, amax: Floats) -> None:
         """Take over the magnitudes of a group's cut blocks; queued before the chunks that need them."""

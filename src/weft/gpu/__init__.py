@@ -7,7 +7,7 @@
 of each Planes object on the device, `memory` has pinned host memory.
 """
 
-from weft.gpu.memory import Pin, pinned_memory, pinned_view
+from weft.gpu.memory import Pin, is_pinned, pinned_memory, pinned_view
 from weft.gpu.work import GpuWork
 
-__all__ = ["GpuWork", "Pin", "pinned_memory", "pinned_view"]
+__all__ = ["GpuWork", "Pin", "is_pinned", "pinned_memory", "pinned_view"]

@@ -27,8 +27,7 @@ class Pin:
         code = torch.cuda.cudart().cudaHostRegister(self._address, self._num_bytes, _PORTABLE)
         if int(code):
             raise MemoryError(f"CUDA cannot pin {self._num_bytes / 1e9:.3f} GB of host memory: {code}")
-        view = (ctypes.c_uint8 * self._num_bytes).from_address(self._address)
-        self._memory: torch.Tensor | None = torch.frombuffer(view, dtype=torch.uint8)
+        self._memory: torch.Tensor | None = host_view(self._address, self._num_bytes)
         _pinned[self._address] = self._memory
         self._end = weakref.finalize(self, _unpin, self._address)
         self._end.atexit = False  # at exit the driver reclaims everything anyway
@@ -59,6 +58,16 @@ class _DeviceBytes:
 def device_view(address: int, num_bytes: int, device: torch.device) -> torch.Tensor:
     """Device memory as bytes."""
     return torch.as_tensor(_DeviceBytes(address, num_bytes), device=device)
+
+
+def host_view(address: int, num_bytes: int) -> torch.Tensor:
+    """Host memory as bytes."""
+    return torch.frombuffer((ctypes.c_uint8 * num_bytes).from_address(address), dtype=torch.uint8)
+
+
+def is_pinned(address: int, num_bytes: int) -> bool:
+    """Whether GPUs can read host memory directly, whoever pinned it."""
+    return bool(host_view(address, num_bytes).is_pinned())
 
 
 def pinned_memory(num_bytes: int) -> torch.Tensor:

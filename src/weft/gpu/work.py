@@ -7,18 +7,18 @@ uploads nothing.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Self
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from weft import native
-from weft.core.geometry.planes import Column, Planes
-from weft.gpu.memory import device_view, pinned_view
+from weft.core.geometry.planes import Column, Planes, rows_as_planes
+from weft.gpu.memory import device_view, host_view, pinned_view
 from weft.gpu.tiles import walk_table
 from weft.gpu.walking import walk
 
@@ -81,10 +81,17 @@ class GpuWork:
             yield
             self._stream.synchronize()
 
+    def beside(self) -> Self:
+        """The same device, with a stream of its own."""
+        return type(self)(self.device.index or 0)
+
+    def host_copy(self, values: torch.Tensor) -> torch.Tensor:
+        """Room for a copy in host memory."""
+        return torch.empty(values.shape, dtype=values.dtype, pin_memory=self.device.type == "cuda")
+
     def fetch(self, values: torch.Tensor) -> torch.Tensor:
         """A copy in host memory, queued on the current stream: complete when a later `marker` is reached."""
-        found = torch.empty(values.shape, dtype=values.dtype, pin_memory=self.device.type == "cuda")
-        return found.copy_(values, non_blocking=True)
+        return self.host_copy(values).copy_(values, non_blocking=True)
 
     def marker(self) -> torch.cuda.Event:
         """Reached when what was queued on this object's stream is done."""
@@ -188,26 +195,17 @@ class GpuWork:
         columns = [dst, src, length] if position is None else [dst, src, length, position]
         key = tuple(id(column) for column in columns)
         if key not in self._rows:
-            none = np.zeros_like(length)
-            self._rows[key] = Planes(
-                dst=dst.copy(),
-                src=src.copy(),
-                rows=none + np.uint64(1),
-                length=length.copy(),
-                dst_stride=none,
-                src_stride=none,
-                position=None if position is None else position.copy(),
-                position_stride=None if position is None else none,
-            )
+            self._rows[key] = rows_as_planes(dst=dst, src=src, length=length, position=position)
             for column in columns:  # the address of a column that is gone may be reused for another one
                 weakref.finalize(column, self._rows.pop, key, None)
         return self._rows[key]
 
-    def copy_from_host(self, dst: int, src: int, num_bytes: int) -> None:
-        """Copy host memory to the device."""
-        host = torch.frombuffer((ctypes.c_uint8 * num_bytes).from_address(src), dtype=torch.uint8)
+    def copy_from_host(self, rows: Planes) -> int:
+        """Copy host memory, pinned or not, to the device; planes of one row each."""
         with self.stream():
-            self.view(dst, num_bytes).copy_(host, non_blocking=True)
+            for dst, src, size in zip(rows.dst.tolist(), rows.src.tolist(), rows.length.tolist(), strict=True):
+                self.view(dst, size).copy_(host_view(src, size), non_blocking=True)
+        return rows.num_bytes
 
     def view(self, address: int, num_bytes: int) -> torch.Tensor:
         """Device memory, or pinned host memory, as bytes."""

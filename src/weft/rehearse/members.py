@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from weft.codec.conversion import Converter
 from weft.core.geometry.planes import Column, Planes
@@ -155,8 +156,10 @@ class StillWork:
 
 def _keep_still(converter: Converter) -> None:
     """Make a converter skip reading weights, making scales and filling Chunks; its messages keep their size."""
-    for name in ("find_amax", "agree", "fill"):
+    for name in ("agree", "fill"):
         setattr(converter, name, _do_nothing)
+    zeros = [np.zeros(len(blocks), dtype=np.float32) for blocks in converter.cut]
+    setattr(converter, "find_amax", zeros.__getitem__)  # noqa: B010 - mypy does not allow assigning to a method
 
 
 def _do_nothing(*_: object) -> None:

@@ -6,6 +6,9 @@ import weakref
 from collections.abc import Callable
 from dataclasses import replace
 
+import numpy as np
+
+from weft.core.geometry.planes import rows_as_planes
 from weft.devices import CPU
 from weft.transport.base import Memory, ordinary_memory
 from weft.transport.cuda_driver import CudaDriver
@@ -44,7 +47,8 @@ def brought(device: str, address: int, num_bytes: int) -> Memory:
 
     work = GpuWork(int(device.partition(":")[2]))
     made = work.allocate(num_bytes)
-    work.copy_from_host(made.data_ptr(), address, num_bytes)
+    dst, src, length = (np.array([value], dtype=np.uint64) for value in (made.data_ptr(), address, num_bytes))
+    work.copy_from_host(rows_as_planes(dst=dst, src=src, length=length))
     return Memory(address=made.data_ptr(), num_bytes=num_bytes, keep=made)
 
 

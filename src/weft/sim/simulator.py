@@ -117,6 +117,29 @@ def simulate(
     return _SimulatedUpdate(plan, schedule, options, costs, prepare).prediction(Recorder() if record else None)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankPrediction:
+    """What one rank of an update would take alone: nobody else uses its NIC, or those of its peers."""
+
+    stages: dict[str, float]
+    """Seconds of its own stages."""
+    wire_s: float
+    """Seconds its NIC is busy."""
+    predicted_s: float
+    """From the first stage to the last byte written; on engine ranks, until the version is committed."""
+
+
+def simulate_rank(
+    plan: Plan, *, side: str, rank: int, options: Options | None = None, costs: StageCosts | None = None
+) -> RankPrediction:
+    """Predict the work of one trainer or engine rank, without control messages and exchanges with others."""
+    options, costs = options or Options(), costs or StageCosts()
+    schedule = make_schedule(plan)
+    mine = (schedule.sender if side == "trainer" else schedule.receiver) == rank
+    update = _SimulatedUpdate(plan, schedule.only(mine), options, costs, None)
+    return update.of_trainer(rank) if side == "trainer" else update.of_engine(rank)
+
+
 @dataclass(frozen=True, slots=True)
 class _StopKind:
     """One kind of stop: which of these resources each Chunk uses, and for how long (0: not at all)."""
@@ -248,7 +271,7 @@ class _SimulatedUpdate:
         opens_s = np.asarray(golden * options.skew_s + costs.control_s + self._amax_s, dtype=np.float64)
         served = serve(journeys, num_slots=self._schedule.num_slots, opens_s=opens_s)
         transfer_s = float(served.arrived_s.max(initial=0.0))
-        verify_s, commit_s = self._after_transfer()
+        verify_s, commit_s = self._after_transfer(float(plan.rx_bytes.max()) if plan.num_routes else 0.0)
         control_s = costs.control_s * (costs.num_control_rounds - 1)
         predicted_s = transfer_s + verify_s + commit_s + control_s
         if recorder is not None:
@@ -264,10 +287,33 @@ class _SimulatedUpdate:
             recorder=recorder,
         )
 
-    def _after_transfer(self) -> tuple[float, float]:
-        """Seconds of verification and of the commit on the engine rank with the most bytes."""
+    def of_trainer(self, rank: int) -> RankPrediction:
+        """The stages of a trainer, and when its last byte has arrived; Chunks of others are not among these."""
+        amax_s = _amax_read_s(self._plan, self._copy_rate)
+        journeys = self._journeys()
+        opens_s = np.full(self._plan.topology.num_trainers, amax_s)
+        served = serve(journeys, num_slots=self._schedule.num_slots, opens_s=opens_s)
+        seconds = {kind.name: float(kind.seconds.sum()) for kind in self._kinds[: self._num_stages]}
+        stages = {"amax": amax_s} | {name: seconds[name] for name in ("h2d", "convert", "delta")}
+        wire_s = sum(float(kind.seconds.sum()) for kind in self._kinds[self._num_stages :] if kind.name in _EXITS)
+        return RankPrediction(
+            stages={name: s for name, s in stages.items() if s > 0},
+            wire_s=wire_s,
+            predicted_s=float(served.arrived_s.max(initial=0.0)),
+        )
+
+    def of_engine(self, rank: int) -> RankPrediction:
+        """What an engine rank does when everything has arrived, and when it has committed."""
+        verify_s, commit_s = self._after_transfer(float(self._plan.rx_bytes[rank]))
+        entries = ("rx", "link in")
+        wire_s = sum(float(kind.seconds.sum()) for kind in self._kinds[self._num_stages :] if kind.name in entries)
+        return RankPrediction(
+            stages={"verify": verify_s, "commit": commit_s}, wire_s=wire_s, predicted_s=wire_s + verify_s + commit_s
+        )
+
+    def _after_transfer(self, largest: float) -> tuple[float, float]:
+        """Seconds of verification and of the commit on an engine rank that receives these many bytes."""
         plan, costs, mode = self._plan, self._costs, self._options.mode
-        largest = float(plan.rx_bytes.max()) if plan.num_routes else 0.0
         verify_s = largest * self._sent_ratio / (self._copy_rate * costs.digest_of_copy)
         apply_s = largest * _apply_ratio(plan, self._options.delta_density) / (self._copy_rate * costs.apply_of_copy)
         if self._options.delta_density is not None and mode is not ReceiverMode.PATCH:
@@ -372,7 +418,14 @@ def _amax_s(plan: Plan, copy_rate: float, costs: StageCosts) -> float:
     """Partial maxima of a sender's own weights, then a round in which holders of cut blocks exchange them."""
     if plan.gathered or not (plan.recipe.op == Op.QUANTIZE).any():
         return 0.0
-    read_s = float(plan.trainer.rank_bytes().max()) / (2 * copy_rate)
+    read_s = _amax_read_s(plan, copy_rate)
     nic = plan.topology.nic
     exchange_s = plan.amax_bytes / plan.topology.num_trainers / (nic.line_bytes_per_s * nic.efficiency)
     return read_s + exchange_s + costs.control_s
+
+
+def _amax_read_s(plan: Plan, copy_rate: float) -> float:
+    """A sender's own weights, read once."""
+    if plan.gathered or not (plan.recipe.op == Op.QUANTIZE).any():
+        return 0.0
+    return float(plan.trainer.rank_bytes().max()) / (2 * copy_rate)

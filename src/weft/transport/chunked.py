@@ -33,6 +33,8 @@ class ChunkedBatch(Batch):
 class ChunkedTransport(Transport[AnyPeer]):
     """Writes chunk after chunk on one thread."""
 
+    _chunk_bytes = CHUNK_BYTES
+
     def _translate(self, peer: AnyPeer, batch: Batch, at: NDArray[np.int64]) -> Batch:
         batch = self._locate(peer, batch, at)
         return ChunkedBatch(
@@ -42,7 +44,7 @@ class ChunkedTransport(Transport[AnyPeer]):
             length=batch.length,
             position=batch.position,
             digested=batch.digested,
-            chunks=tuple(split_batch(batch, CHUNK_BYTES)),
+            chunks=tuple(split_batch(batch, self._chunk_bytes)),
         )
 
     def _locate(self, peer: AnyPeer, batch: Batch, at: NDArray[np.int64]) -> Batch:

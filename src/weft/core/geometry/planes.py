@@ -181,6 +181,21 @@ class Planes:
         return self.dst, _span(self.rows, self.dst_stride, self.length)
 
 
+def rows_as_planes(*, dst: Column, src: Column, length: Column, position: Column | None = None) -> Planes:
+    """Single rows as planes, in columns of their own."""
+    none = np.zeros(len(length), dtype=np.uint64)
+    return Planes(
+        dst=dst.copy(),
+        src=src.copy(),
+        rows=none + np.uint64(1),
+        length=length.copy(),
+        dst_stride=none,
+        src_stride=none,
+        position=None if position is None else position.copy(),
+        position_stride=None if position is None else none,
+    )
+
+
 def bundled(tables: Sequence[Planes], digests: Sequence[int]) -> Planes:
     """Planes of several receivers as one table, in the order of their sources; `digests[i]` is the digest of table i.
 

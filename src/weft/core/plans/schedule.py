@@ -11,7 +11,7 @@ by all senders at once. A sender holds at most `num_slots` Chunks that are packe
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -51,6 +51,12 @@ class Schedule:
     def num_chunks(self) -> int:
         """Chunks of all senders."""
         return len(self.sender)
+
+    def only(self, chunks: NDArray[np.bool_]) -> Schedule:
+        """Some of the chunks."""
+        starts = np.concatenate([[0], np.cumsum(chunks)])[self.starts]
+        columns = {name: value[chunks] for name, value in vars(self).items() if name not in ("starts", "num_slots")}
+        return replace(self, **columns, starts=starts)
 
     def of(self, sender: int) -> range:
         """Row numbers of one sender's chunks."""

@@ -76,6 +76,11 @@ class Arrivals:
         return sum(progress.link.total for progress in self._progress)
 
     @property
+    def digest(self) -> int:
+        """Digest of what was processed so far."""
+        return sum(progress.digest for progress in self._progress) & _MASK
+
+    @property
     def is_whole(self) -> bool:
         """Whether all bytes have arrived."""
         return all(progress.is_whole for progress in self._progress)
@@ -128,9 +133,14 @@ class Arrivals:
         return 0
 
     @property
-    def has_windows(self) -> bool:
-        """Whether some trainer waits for credits."""
-        return any(progress.link.has_window for progress in self._progress)
+    def will_be_awaited(self) -> bool:
+        """Whether some trainer has, sooner or later, to wait until Chunks are drained."""
+        return any(not each.is_whole and each.link.num_awaited > 0 for each in self._progress)
+
+    @property
+    def is_awaited(self) -> bool:
+        """Whether some trainer cannot go on before the next of its Chunks is drained."""
+        return any(not each.is_whole and each.link.frees_room(each.chunk) for each in self._progress)
 
     def check(self, parts: Sequence[WriteReport]) -> None:
         """Compare with what trainers report as sent; raises IntegrityError naming those that differ."""

@@ -29,6 +29,10 @@ ARRIVING_S = 0.00005
 """The same when everything was sent: the last bytes, or their announcement, are about to arrive."""
 
 
+TURN_S = 0.002
+"""How long one look may go on, roughly: messages wait meanwhile."""
+
+
 class Look(NamedTuple):
     """The result of a look at the expected version."""
 
@@ -52,6 +56,8 @@ class Following:
         """What trainers have sent, once they have reported it."""
         self._deadline = 0.0
         self._as_patches, self._tag = False, 0
+        self._next_look_s = ARRIVING_S
+        """How long to wait for a Chunk that some trainer waits for; longer and longer while none comes."""
 
     def plan(self, landing: Landing, *, from_host: bool = False) -> None:
         """Follow another plan. `from_host`: versions land in host memory, although the weights are on a GPU."""
@@ -63,6 +69,7 @@ class Following:
         self.end_old()
         self.stop()
         self._as_patches, self._tag = as_patches, tag_of(version, whole=whole)
+        self._next_look_s = ARRIVING_S
         if self.landing is not None and not as_patches:
             self._arrivals = self._arriving(version, self.landing.arriving)
 
@@ -106,7 +113,7 @@ class Following:
     def _look(self, arrivals: Arrivals, mode: Mode, base: int | None) -> float | None:
         """Everything was sent: when to look again; None if it has arrived and is valid."""
         assert self._parts is not None
-        moved = arrivals.follow()
+        moved = _follow(arrivals)
         if arrivals.is_whole:
             arrivals.check(self._parts)
             compressed = self.settings.compression is CompressionPolicy.ZSTD
@@ -122,16 +129,25 @@ class Following:
         return ARRIVING_S
 
     def _look_early(self, arrivals: Arrivals) -> float | None:
-        """Digest what has landed while the rest is in flight, if the CPU is not needed elsewhere."""
-        if arrivals.has_windows:
-            return 0.0 if arrivals.follow() else ARRIVING_S
-        if self.settings.digest is DigestPolicy.OFF or arrivals.uses_device:
+        """Drain and digest what has landed while the rest is in flight.
+
+        If no trainer will ever wait for it, only on a spare core; otherwise always, or trainers would wait for ever on
+        a machine whose cores are all busy.
+        """
+        if arrivals.is_awaited:
+            has_moved = _follow(arrivals)
+            self._next_look_s = ARRIVING_S if has_moved else min(2 * self._next_look_s, FOLLOW_S)
+            return 0.0 if has_moved else self._next_look_s
+        if not arrivals.will_be_awaited and (self.settings.digest is DigestPolicy.OFF or arrivals.uses_device):
             return None  # look when everything has been sent
-        if self._device == CPU and not spare_core():
+        is_busy = self._device == CPU and not spare_core()
+        if is_busy and not arrivals.will_be_awaited:
             return BUSY_S
-        if arrivals.follow():
+        if _follow(arrivals):
             return 0.0
-        return None if arrivals.is_whole else FOLLOW_S
+        if arrivals.is_whole:
+            return None
+        return BUSY_S if is_busy else FOLLOW_S
 
     def count(self) -> int | None:
         """Without a digest: process what was counted as arrived; returns the version if it is complete."""
@@ -155,3 +171,12 @@ class Following:
         self._intake.close()
         self.stop()
         self.landing = None
+
+
+def _follow(arrivals: Arrivals) -> bool:
+    """Process Chunks that have landed, as many as fit into a turn; returns whether there were any."""
+    ends_at = time.monotonic() + TURN_S
+    has_moved = arrivals.follow()
+    while has_moved and time.monotonic() < ends_at and arrivals.follow():
+        pass
+    return has_moved

@@ -53,16 +53,27 @@ class ArrivingLink:
     chunks: tuple[ArrivingChunk, ...]
     is_ordered: bool
     """Whether bytes are counted in this order; otherwise nothing is known before all have arrived."""
+    num_slots: int = 0
+    """Chunks that fit in its window at once; 0: no window."""
 
-    @property
+    @cached_property
     def total(self) -> int:
         """All bytes."""
         return sum(chunk.num_bytes for chunk in self.chunks)
 
-    @property
+    @cached_property
     def has_window(self) -> bool:
-        """Whether the trainer waits for credits."""
+        """Whether some Chunks land in a window."""
         return any(chunk.is_drained for chunk in self.chunks)
+
+    @cached_property
+    def num_awaited(self) -> int:
+        """Chunks that must be drained before the trainer can write all of them."""
+        return sum(self.frees_room(number) for number in range(len(self.chunks)))
+
+    def frees_room(self, chunk: int) -> bool:
+        """Whether a later Chunk takes the place of this one in the window, and so waits until it is drained."""
+        return self.chunks[chunk].is_drained and chunk + self.num_slots < len(self.chunks)
 
     @cached_property
     def planes(self) -> Planes:
@@ -183,6 +194,7 @@ def _arriving(
         transport=source.transport,
         chunks=tuple(chunks),
         is_ordered=stream.num_packed == 0 or bool(drained),
+        num_slots=stream.carriage.num_slots,
     )
 
 

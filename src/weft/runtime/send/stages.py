@@ -13,6 +13,7 @@ through stages that overlap:
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import threading
 import time
@@ -115,7 +116,8 @@ class VersionStages:
     def __init__(self, program: SendProgram, job: Job, chunks: list[int], sent: dict[int, Sent], tell: Tell) -> None:
         self._program, self._job, self._numbers, self._sent, self._tell = program, job, chunks, sent, tell
         self._is_delta = program.settings.delta is DeltaPolicy.ON and not job.go.whole
-        self._scaled: set[int] = set()
+        self._num_scaled = 0
+        """Groups whose scales are made: the first of the program's."""
         self._begun: dict[int, _Begun] = {}
         """Chunks that are being filled."""
         self._num_filled, self._filled_at = 0, 0.0
@@ -173,8 +175,7 @@ class VersionStages:
     def _find_amax(self, item: int) -> int:
         """Find a group's magnitudes and send those that others need."""
         group, converter = self._program.groups[item], self._program.converter
-        converter.find_amax(group)
-        values = converter.amax(converter.cut[group])
+        values = converter.find_amax(group)
         if len(values):
             self._tell(group, values)
         if item + 1 == len(self._program.groups):
@@ -190,9 +191,8 @@ class VersionStages:
 
     def _groups(self, item: int) -> list[int]:
         """Groups whose scales a chunk needs and that are not yet in use."""
-        chunk = self._chunk(item)
-        last = chunk.outgoing.groups[chunk.number]
-        return [group for group in self._program.groups if group <= last and group not in self._scaled]
+        chunk, groups = self._chunk(item), self._program.groups
+        return groups[self._num_scaled : bisect.bisect_right(groups, chunk.outgoing.groups[chunk.number])]
 
     def _is_agreed(self, group: int) -> bool:
         """Whether the magnitudes of a group are known; those of unshared matrices are this trainer's own."""
@@ -210,7 +210,7 @@ class VersionStages:
         number, chunk = self._numbers[item], self._chunk(item)
         for group in self._groups(item):
             self._program.converter.agree(group, self._job.agreed.get(group, NONE))
-            self._scaled.add(group)
+            self._num_scaled += 1
         if not chunk.outgoing.is_kept:
             self._program.room.enter(number)
         begun = self._fill(item)

@@ -12,8 +12,8 @@ from weft.runtime.send.job import Job, Link, Parcel, Sent
 from weft.runtime.send.posting import Posted, post_all, wait_all
 from weft.runtime.send.program import SendProgram
 
-CREDIT_S = 0.00003
-"""How long to wait between looks at credits."""
+CREDIT_S, LONGEST_CREDIT_S = 0.00003, 0.0005
+"""How long to wait between looks at credits: longer and longer while none comes."""
 
 
 class Windows:
@@ -37,13 +37,16 @@ class Windows:
             self._waiting.setdefault(link.engine, deque()).append((link, chunk, parcel))
         self._pump()
 
-    def _pump(self) -> None:
-        """Start writing what has room now."""
+    def _pump(self) -> bool:
+        """Start writing what has room now; returns whether there was any."""
+        has_posted = False
         with self._lock:
             for engine, waiting in self._waiting.items():
                 while waiting and self._has_room(*waiting[0][:2]):
                     link, chunk, parcel = waiting.popleft()
                     self._posted[engine, chunk] = post_all(self._of, self._job, [(link, parcel)], self._sent)
+                    has_posted = True
+        return has_posted
 
     def _has_room(self, link: Link, chunk: int) -> bool:
         if self._sent[link.engine].loss or not link.needs[chunk]:
@@ -57,15 +60,29 @@ class Windows:
         for link in links:
             if link.engine not in self._sent or self._sent[link.engine].loss:
                 continue
-            while not self._is_written(link.engine, chunk):
-                self._pump()
-                self._job.flow.check()
-                if time.monotonic() > self._job.deadline:
-                    raise TransferTimeout(f"engine {link.engine} did not make room for chunk {chunk} in time")
-                time.sleep(CREDIT_S)
+            self._wait_for(link.engine, chunk)
             num_bytes += wait_all(self._job, self._posted.pop((link.engine, chunk)), self._sent)
         return num_bytes
+
+    def _wait_for(self, engine: int, chunk: int) -> None:
+        """Until a chunk is written, or is all that is left to wait for."""
+        look_s = CREDIT_S
+        while not self._is_written(engine, chunk):
+            if self._pump():
+                look_s = CREDIT_S
+            if self._is_last(engine, chunk):
+                return
+            self._job.flow.check()
+            if time.monotonic() > self._job.deadline:
+                raise TransferTimeout(f"engine {engine} did not make room for chunk {chunk} in time")
+            time.sleep(look_s)
+            look_s = min(2 * look_s, LONGEST_CREDIT_S)
 
     def _is_written(self, engine: int, chunk: int) -> bool:
         posted = self._posted.get((engine, chunk))
         return posted is not None and all(ticket.done for _, ticket in posted)
+
+    def _is_last(self, engine: int, chunk: int) -> bool:
+        """Whether a chunk is being written and no other one waits for room."""
+        with self._lock:
+            return (engine, chunk) in self._posted and not any(self._waiting.values())
