@@ -6,7 +6,7 @@ PIP    := $(BIN)/python -m pip --disable-pip-version-check --quiet
 
 ENGINES := .venv-engines
 
-.PHONY: help demo test test-engines test-lab storm check bench bench-engines docs clean
+.PHONY: help demo test test-engines test-lab storm check bench bench-engines web docs clean
 
 help:                               ## list all targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -46,6 +46,10 @@ bench: $(VENV)/.dev                 ## measure planning and transfers on this ma
 
 bench-engines: $(ENGINES)/.installed ## measure how long a real engine stands still for a version
 	$(ENGINES)/bin/python benchmarks/vllm_stall.py
+
+web:                                ## fetch the chart library of the pages, as src/weft/web/package.json pins it
+	cd src/weft/web && npm ci --ignore-scripts --omit=dev && cp node_modules/echarts/dist/echarts.min.js page/ \
+		&& cp node_modules/echarts/NOTICE page/echarts.NOTICE && cp node_modules/echarts/LICENSE page/echarts.LICENSE && rm -rf node_modules
 
 docs: $(VENV)/.dev                  ## refresh the generated tables in README.md and docs/
 	$(BIN)/python docs/generate.py

@@ -6,8 +6,8 @@ import time
 from typing import Any
 
 from weft.bench.scaling.lab_fleet import LabFleet
-from weft.bench.scaling.rows import Fleet, ScalingCase
-from weft.bench.scaling.run import Opened, start_fleet
+from weft.bench.scaling.rows import FleetShape, ScalingCase
+from weft.bench.scaling.run import OpenFleet, start_fleet
 from weft.config import TransferSettings
 from weft.lab import Lab, alike
 
@@ -23,7 +23,7 @@ VICTIM, OTHER = 1, 0
 
 def measure_cut_host() -> dict[str, Any]:
     """Seconds from the cut until all others knew, and what they were told."""
-    case, fleet = ScalingCase(), Fleet(num_senders=1, num_receivers=2)
+    case, fleet = ScalingCase(), FleetShape(num_senders=1, num_receivers=2)
     with Lab(alike(hosts=4, nic=NIC)) as lab:
         with start_fleet(lab, case, fleet) as processes:
             found = _with_weft(lab, processes)
@@ -37,7 +37,7 @@ def measure_cut_host() -> dict[str, Any]:
 
 def _with_weft(lab: Lab, processes: LabFleet) -> dict[str, Any]:
     settings = TransferSettings(transport="nixl", silence_s=SILENCE_S, version_s=VERSION_S)
-    with Opened(processes, settings):
+    with OpenFleet(processes, settings):
         engines = processes.ask("engine", "receive")
         assert _publish(processes, 1)[0]
         _take_again(processes, engines, within_s=VERSION_S)

@@ -8,6 +8,7 @@ import signal
 import socket
 import sys
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -58,6 +59,7 @@ def control(keys: str, num_trainers: str = "1", num_engines: str = "1", rebalanc
         settings=settings,
         rebalance=bool(rebalance),
         security=security,
+        events=Path(keys) / "events.jsonl",
     ) as made:
         print("listening", flush=True)
         sys.stdin.read()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -12,6 +13,8 @@ import pytest
 
 from tests.lab.programs import program
 from weft.lab import Lab, alike
+from weft.observe.events_file import find_version
+from weft.observe.why import explain
 from weft.runtime.control.keys import make_keys
 from weft.transport.registry import is_installed
 
@@ -162,6 +165,10 @@ def test_a_slow_host_is_found_and_others_send_for_it(tmp_path):
             assert fleet.answer == "committed"
             assert fleet.served == f"{version} True"
             sent[version] = fleet.sent(slow) - before
+            if version == 2:
+                why = explain(find_version(tmp_path / "events.jsonl", 2))
+                slowest = max(why.causes, key=lambda cause: cause.seconds).what
+                assert re.fullmatch(r"trainer 2 wrote to engine 0 \([\d.]+ MB/s, other links [\d.]+\)", slowest)
         assert sent[2] > NUM_BYTES / 4, "an even share before it was found to be slow"
         assert sent[8] < NUM_BYTES / 8
         links, _, rest = fleet.end().partition("] ")

@@ -16,7 +16,8 @@ from typing import Any
 import pytest
 
 from weft.errors import ConfigError, PeerLost, TransportUnavailable
-from weft.rl.run.launch import run_here
+from weft.observe.events_file import read_versions
+from weft.rl.run.launch import EVENTS, run_here
 from weft.rl.settings import LoopSettings
 
 START_S, END_S = 120.0, 60.0
@@ -58,6 +59,11 @@ def test_engines_hold_every_version_bit_for_bit(tmp_path, options):
     assert found["exact"] is True
     assert found["all_verified"]
     assert found["max_staleness"] <= 1
+    versions = read_versions(tmp_path / EVENTS)
+    assert [version["outcome"] for version in versions] == ["committed"] * (4 if found["method"] == "weft" else 0)
+    for version in versions:
+        sent, arrived = ({link[:2]: link[2] for link in map(tuple, version[end])} for end in ("writes", "arrivals"))
+        assert sent == arrived, "both ends of every link"
     assert found["lost"] == {}
 
 

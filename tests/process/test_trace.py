@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import gzip
+import itertools
 import json
+import os
 import subprocess
 import sys
 import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +17,7 @@ import numpy as np
 import pytest
 
 import weft
+from weft.observe.events_file import find_version, read_versions
 from weft.observe.version_trace import version_spans
 
 WAIT_S = 60.0
@@ -97,11 +102,89 @@ def test_a_run_as_a_trace(tmp_path):
     assert names == {"controller", "trainer 0", "trainer 1", "engine 0", "engine 1"}
     writes = [event for event in found if event.get("cat") == "write"]
     assert sum(event["args"]["bytes"] for event in writes) == 3 * 2 * 400_000
+    arrivals = [event for event in found if event.get("cat") == "arrive"]
+    assert sum(event["args"]["bytes"] for event in arrivals) == 3 * 2 * 400_000
     one = tmp_path / "one.json"
     assert trace(str(events), "2", "--out", str(one)).returncode == 0
-    record = json.loads(events.read_text().splitlines()[1])
+    record = find_version(events, 2)
     lasted_us = sum(event["dur"] for event in chains(json.loads(one.read_text())["traceEvents"]))
     assert lasted_us == pytest.approx(record["seconds"] * 1e6, abs=100)
+
+
+def slices(path: Path) -> list[tuple[str, str, float, float]]:
+    """Track, name, begin and end of every slice of a trace, as Perfetto's own protos read it."""
+    trace_pb2 = pytest.importorskip("perfetto.protos.perfetto.trace.perfetto_trace_pb2")
+    found = trace_pb2.Trace()
+    found.ParseFromString(path.read_bytes())
+    tracks = {packet.track_descriptor.uuid: packet.track_descriptor.name for packet in found.packet}
+    open_slices: dict[int, list[tuple[str, float]]] = {}
+    made = []
+    for packet in found.packet:
+        event, at = packet.track_event, packet.timestamp / 1e9
+        if event.type == event.TYPE_SLICE_BEGIN:
+            open_slices.setdefault(event.track_uuid, []).append((event.name, at))
+        elif event.type == event.TYPE_SLICE_END:
+            name, begun = open_slices[event.track_uuid].pop()
+            made.append((tracks[event.track_uuid], name, begun, at))
+    assert not any(open_slices.values())
+    return made
+
+
+def test_a_trace_in_perfettos_own_format(tmp_path):
+    events, out = tmp_path / "events.jsonl", tmp_path / "one.pftrace"
+    run_versions(events, 2)
+    assert trace(str(events), "2", "--out", str(out)).returncode == 0
+    found, seconds = slices(out), find_version(events, 2)["seconds"]
+    chain = sorted((begin, end) for track, _, begin, end in found if track == "chain")
+    assert sum(end - begin for begin, end in chain) == pytest.approx(seconds, abs=1e-4)
+    assert all(earlier[1] == pytest.approx(later[0]) for earlier, later in itertools.pairwise(chain))
+    assert len([1 for _, name, _, _ in found if name == "write"]) == 4
+    assert len([1 for _, name, _, _ in found if name == "arrive"]) == 4
+    assert max(end for _, _, _, end in found) == pytest.approx(seconds, abs=1e-4)
+
+
+def test_versions_are_exported_as_spans(tmp_path):
+    service = pytest.importorskip("opentelemetry.proto.collector.trace.v1.trace_service_pb2")
+    events = tmp_path / "events.jsonl"
+    run_versions(events, 2)
+    bodies: list[bytes] = []
+
+    class Collector(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            body = self.rfile.read(int(self.headers["Content-Length"]))
+            bodies.append(gzip.decompress(body) if self.headers.get("Content-Encoding") == "gzip" else body)
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Collector) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        where = {"OTEL_EXPORTER_OTLP_ENDPOINT": f"http://127.0.0.1:{server.server_port}"}
+        command = [sys.executable, "-m", "weft", "trace", str(events), "--otel", "--json"]
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=WAIT_S, check=False, env={**os.environ, **where}
+        )
+        server.shutdown()
+    assert done.returncode == 0, done.stderr
+    requests = [service.ExportTraceServiceRequest.FromString(body) for body in bodies]
+    spans = [
+        span
+        for request in requests
+        for resource in request.resource_spans
+        for scope in resource.scope_spans
+        for span in scope.spans
+    ]
+    assert json.loads(done.stdout)["num_spans"] == len(spans)
+    roots = {span.name: span for span in spans if not span.parent_span_id}
+    assert set(roots) == {"version 1", "version 2"}
+    for record in read_versions(events):
+        root = roots[f"version {record['version']}"]
+        assert (root.end_time_unix_nano - root.start_time_unix_nano) / 1e9 == pytest.approx(record["seconds"], abs=1e-5)
+        inside = [span for span in spans if span.parent_span_id == root.span_id]
+        assert {span.trace_id for span in inside} == {root.trace_id}
+        assert len([span for span in inside if span.name.endswith(": write")]) == 4
 
 
 @pytest.mark.parametrize(

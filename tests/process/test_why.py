@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import subprocess
 import sys
 import threading
@@ -16,9 +17,12 @@ import numpy as np
 import pytest
 
 import weft
+from weft import native
 from weft.core.version import CommitPolicy
 from weft.errors import ConfigError, VersionError
-from weft.observe.why import Explanation, explain
+from weft.observe.events_file import read_versions
+from weft.observe.why import Diagnosis, explain
+from weft.runtime.send.outgoing import Outgoing
 from weft.transport.shm import ShmTransport
 
 NUM_ELEMENTS = 1_000_000
@@ -32,19 +36,23 @@ class Fleet:
 
     def __init__(self, path: Path, stack: contextlib.ExitStack, **options: Any) -> None:
         self._path, self._stack = path, stack
+        options_kinds = options.pop("engines", (weft.Receiver, weft.Receiver))
+        options_dtype = options.pop("dtype", np.float32)
         settings = weft.TransferSettings(
             mode=options.pop("mode", "shadow"), pause_s=options.pop("pause_s", WAIT_S), silence_s=20.0
         )
         self.controller = stack.enter_context(
             weft.Controller(num_trainers=2, num_engine_ranks=2, settings=settings, events=path, **options)
         )
+        self._kinds, self._dtype = options_kinds, options_dtype
         self.engines = [self._engine(rank) for rank in range(2)]
         self.trainers: list[weft.Sender] = []
         self._version = 0
 
     def _engine(self, rank: int) -> weft.Receiver:
-        weights = weft.Weights.from_arrays({"w": np.zeros(NUM_ELEMENTS, np.float32)})
-        return self._stack.enter_context(weft.Receiver(self.controller.address, rank=rank, weights=weights))
+        weights = weft.Weights.from_arrays({"w": np.zeros(NUM_ELEMENTS, self._dtype)})
+        kind = self._kinds[rank]
+        return self._stack.enter_context(kind(self.controller.address, rank=rank, weights=weights))
 
     def add_trainers(self, transport: Callable[[int], Any] = lambda _: None) -> None:
         half = NUM_ELEMENTS // 2
@@ -54,7 +62,7 @@ class Fleet:
             sender = weft.Sender(self.controller.address, rank=rank, weights=weights, transport=transport(rank))
             self.trainers.append(self._stack.enter_context(sender))
 
-    def version(self, *, late_trainer: int | None = None, late_engine: int | None = None) -> Explanation:
+    def version(self, *, late_trainer: int | None = None, late_engine: int | None = None) -> Diagnosis:
         """One version; one member may be late. Returns the explanation of its line."""
         self._version += 1
         takers = [
@@ -79,7 +87,7 @@ class Fleet:
         self.engines[rank].wait(WAIT_S).commit(WAIT_S)
 
     def lines(self) -> list[dict[str, Any]]:
-        return [json.loads(line) for line in self._path.read_text().splitlines()]
+        return read_versions(self._path)
 
 
 @pytest.fixture
@@ -88,7 +96,7 @@ def fleet(request, tmp_path) -> Iterator[Fleet]:
         yield Fleet(tmp_path / "events.jsonl", stack, **getattr(request, "param", {}))
 
 
-def longest(explanation: Explanation) -> str:
+def longest(explanation: Diagnosis) -> str:
     assert sum(cause.seconds for cause in explanation.causes) == pytest.approx(explanation.seconds, abs=1e-4)
     return max(explanation.causes, key=lambda cause: cause.seconds).what
 
@@ -110,6 +118,45 @@ def test_a_trainer_that_publishes_late(fleet):
     fleet.add_trainers()
     fleet.version()
     assert longest(fleet.version(late_trainer=1)) == "trainer 1 had not published yet"
+
+
+class SlowWork:
+    """Takes its time to digest."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(native, name)
+
+    def digest_planes(self, planes: Any) -> int:
+        time.sleep(PLANTED_S)
+        return native.digest_planes(planes)
+
+
+class SlowVerifier(weft.Receiver):
+    """An engine rank whose digests are slow."""
+
+    def _device_work(self, device: str) -> Any:
+        return SlowWork()
+
+
+@pytest.mark.parametrize("fleet", [{"engines": (weft.Receiver, SlowVerifier)}], indirect=True)
+def test_an_engine_that_verifies_slowly(fleet):
+    fleet.add_trainers()
+    fleet.version()
+    assert longest(fleet.version()) == "engine 1 verified it"
+
+
+@pytest.mark.parametrize("fleet", [{"dtype": np.float16}], indirect=True)
+def test_a_trainer_that_converts_slowly(fleet, monkeypatch):
+    fill = Outgoing.fill
+
+    def slow(self: Outgoing, *arguments: Any) -> Any:
+        time.sleep(PLANTED_S)
+        return fill(self, *arguments)
+
+    fleet.add_trainers()
+    fleet.version()
+    monkeypatch.setattr(Outgoing, "fill", slow)
+    assert re.fullmatch(r"trainer \d converted weights", longest(fleet.version()))
 
 
 class SlowShm(ShmTransport):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import re
+import sys
 import xml.etree.ElementTree as ET
 
 import pytest
@@ -11,11 +12,13 @@ from rich.console import Console
 
 from weft.cli.network_env import network_variables
 from weft.errors import ConfigError
-from weft.observe.charts import Bar, Curve, line_chart, timeline
+from weft.observe.charts import Curve, line_chart
 from weft.rl.run.record import Commit, Iteration, Record, VersionRecord
 from weft.rl.settings import LoopSettings
 from weft.rl.view.live import curve, live_view, view
+from weft.rl.view.loggers import Figures, figure_loggers
 from weft.rl.view.report import page, write_report
+from weft.web.page_file import Chart, render
 
 SETTINGS = LoopSettings.of(num_engines=2, iterations=40, task="sort")
 
@@ -118,14 +121,14 @@ def test_the_curve_rises_from_left_to_right():
 def test_the_report_is_one_page_that_needs_nothing_else(tmp_path):
     path = write_report(record(), SETTINGS, tmp_path / "a" / "report.html")
     text = path.read_text()
-    assert not re.search(r"<script|src=|href=|@import|url\(", text)
-    drawings = re.findall(r"<svg.*?</svg>", text)
-    assert len(drawings) == 4
-    for drawing in drawings:
-        ET.fromstring(drawing)
+    around = re.sub(r"<script>.*?</script>", "", text, flags=re.DOTALL)
+    assert not re.search(r'\b(src|href)="(?!data:)|@import|url\(', around)
+    charts = [part for part in page(record(), SETTINGS).parts if isinstance(part, Chart)]
+    assert [chart.spec["kind"] for chart in charts] == ["lines", "lines", "lines", "timeline"]
+    assert text.count('<div class="chart"') == 4
     for part in ("0.050 → 0.925", "41, all verified", "1 trainer rank", "2 engines of 1 rank"):
         assert part in text
-    assert "<svg" in page(Record(method="weft", verifies=True), SETTINGS)  # nothing has happened yet
+    assert render(page(Record(method="weft", verifies=True), SETTINGS))  # nothing has happened yet
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="cannot be written"):
         write_report(record(), SETTINGS, tmp_path / "file" / "report.html")
@@ -134,7 +137,40 @@ def test_the_report_is_one_page_that_needs_nothing_else(tmp_path):
 def test_drawings_escape_what_they_are_told():
     drawn = line_chart([Curve(name="<a>", points=[(0, 0)]), Curve(name="b", points=[])], x_name="&", y_name="<")
     ET.fromstring(drawn)
-    ET.fromstring(timeline([Bar(row="<r>", start=0, end=0, colour=9, title="&")], unit="<"))
+
+
+def test_figures_are_logged_once_each(tmp_path):
+    whole, logged = record(), []
+    half = record(20)
+    figures = Figures(lambda values, step: logged.append((dict(values), step)))
+    for seen in (half, half, whole):
+        figures.see(seen)
+    rewards = [(step, values["rl/reward"]) for values, step in logged if "rl/reward" in values]
+    assert rewards == [(n, n / 40) for n in range(40)]
+    moved = [
+        (step, values["weft/transfer_ms"], values["weft/pause_ms"]) for values, step in logged if "weft/bytes" in values
+    ]
+    assert moved == [(n, pytest.approx(10.0), 0.5) for n in range(41)]
+
+
+def test_tensorboard_reads_what_was_logged(tmp_path):
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    with figure_loggers(tensorboard=tmp_path, wandb="", settings={}) as loggers:
+        for figures in loggers:
+            figures.see(record())
+    found = accumulator.EventAccumulator(str(tmp_path))
+    found.Reload()
+    assert [event.step for event in found.Scalars("weft/transfer_ms")] == list(range(41))
+    assert found.Scalars("rl/reward")[-1].value == pytest.approx(39 / 40)
+
+
+def test_loggers_that_are_not_installed_are_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with (
+        pytest.raises(ConfigError, match="--wandb needs wandb"),
+        figure_loggers(tensorboard=None, wandb="project", settings={}),
+    ):
+        pass
 
 
 def fake_machine(tmp_path, *, rdma: bool):

@@ -7,6 +7,7 @@ holds exactly the right version without having seen the trainer's memory.
 from __future__ import annotations
 
 import ctypes
+import re
 import zlib
 from collections.abc import Iterator, Mapping
 
@@ -52,7 +53,23 @@ _SMALL_CONFIG = {
     "vocab_size": 8192,
     "tie_word_embeddings": False,
 }
-_OWN_CONFIGS = {SMALLEST: _SMALLEST_CONFIG, SMALL: _SMALL_CONFIG}
+SMALL_MOE = "small-moe"
+"""The same with 64 experts, which are nearly all of it."""
+_SMALL_MOE_CONFIG = {
+    **_SMALLEST_CONFIG,
+    "model_type": "qwen3_moe",
+    "hidden_size": 256,
+    "moe_intermediate_size": 256,
+    "num_experts": 64,
+    "num_experts_per_tok": 4,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 8,
+    "head_dim": 32,
+    "vocab_size": 1024,
+    "tie_word_embeddings": False,
+}
+_OWN_CONFIGS = {SMALLEST: _SMALLEST_CONFIG, SMALL: _SMALL_CONFIG, SMALL_MOE: _SMALL_MOE_CONFIG}
 
 
 def load_payload(name: str) -> Model:
@@ -123,6 +140,23 @@ def normal(name: str, shape: tuple[int, ...], version: int, steps: int = 0) -> t
 def whole_shapes(model: Model) -> dict[str, tuple[int, ...]]:
     """All tensors of a model that are transferred."""
     return {tensor.name: tensor.shape for tensor in model.policy_tensors}
+
+
+def expert_parts(model: Model, *, num_parts: int, part: int) -> dict[str, tuple[Part, tuple[int, ...]]]:
+    """What one expert-parallel rank holds: its share of the experts, and everything else."""
+    names = {tensor.name: _expert_of(tensor.name) for tensor in model.policy_tensors}
+    num_experts = 1 + max((number for number in names.values() if number is not None), default=0)
+    return {
+        tensor.name: (Part(shape=tensor.shape, lo=(0,) * len(tensor.shape)), tensor.shape)
+        for tensor in model.policy_tensors
+        if (expert := names[tensor.name]) is None or expert * num_parts // num_experts == part
+    }
+
+
+def _expert_of(name: str) -> int | None:
+    """The number of the expert a tensor belongs to."""
+    found = re.search(r"\.experts\.(\d+)\.", name)
+    return int(found[1]) if found else None
 
 
 def engine_parts(model: Model, *, num_parts: int, part: int) -> dict[str, tuple[Part, tuple[int, ...]]]:

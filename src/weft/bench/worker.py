@@ -39,7 +39,7 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
     num_trainers: int
     num_engine_ranks: int
     num_parts: int
-    """Tensor-parallel size of one engine."""
+    """Ranks of one engine."""
     model: str
     port: int
     """Where the torch process group of all workers meets."""
@@ -49,6 +49,8 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
     """Of engines: `bf16` or `fp8`, where matrices come with the scales of their blocks."""
     layout: str = "fsdp"
     """Of trainers: `fsdp`, each has its shards; `ddp`, each has everything."""
+    shares_experts: bool = False
+    """Whether the ranks of an engine share experts, instead of cutting every tensor."""
 
 
 class BenchMember:
@@ -195,12 +197,13 @@ class BenchTrainer(BenchMember):
 
 
 class BenchEngine(BenchMember):
-    """An engine rank: its tensor-parallel part of the model."""
+    """An engine rank: its part of the model."""
 
     def __init__(self, setup: Setup) -> None:
         super().__init__(setup)
         self.part = setup.rank % setup.num_parts
-        self.parts = payload.engine_parts(self.model, num_parts=setup.num_parts, part=self.part)
+        parts = payload.expert_parts if setup.shares_experts else payload.engine_parts
+        self.parts = parts(self.model, num_parts=setup.num_parts, part=self.part)
         if setup.precision == "fp8":
             self.module, self.parts = gathering.quantized_engine(self.model)
         else:

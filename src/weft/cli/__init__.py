@@ -16,6 +16,7 @@ from weft import __version__
 from weft.cli.bench import bench_app
 from weft.cli.bench_slice import slice_command
 from weft.cli.controller import controller_command
+from weft.cli.dashboard import dashboard_command
 from weft.cli.env import env_command
 from weft.cli.keys import keys_command
 from weft.cli.lab import lab_app
@@ -23,6 +24,7 @@ from weft.cli.lists import models_command, presets_command, topologies_command
 from weft.cli.output import err, out
 from weft.cli.plan import plan_command
 from weft.cli.rehearse import rehearse_command
+from weft.cli.report import report_command
 from weft.cli.rl import demo_command, rl_command
 from weft.cli.serve import serve_command
 from weft.cli.simulate import simulate_command
@@ -54,6 +56,8 @@ app.command("serve")(serve_command)
 app.command("why")(why_command)
 app.command("trace")(trace_command)
 app.command("top")(top_command)
+app.command("dashboard")(dashboard_command)
+app.command("report")(report_command)
 app.command("keys")(keys_command)
 app.command("env")(env_command)
 bench_app.command("slice")(slice_command)

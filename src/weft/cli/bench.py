@@ -14,6 +14,7 @@ from rich.table import Table
 
 from weft.cli.case_options import Json
 from weft.cli.output import err, out, print_json, progress
+from weft.cli.report import ReportFile, save_report
 from weft.config import ReceiverMode
 from weft.core.topology import cluster_toml, load_topology
 from weft.devices import memory_kind
@@ -52,6 +53,7 @@ def transfer_command(
     mode: Annotated[list[str] | None, typer.Option(help="in_place, shadow or patch. Default: all.")] = None,
     repeat: Annotated[int, typer.Option(min=1, max=1000, help="Versions per method; medians are shown.")] = 5,
     baselines: Annotated[bool, typer.Option(help="Also measure the baselines: broadcast, gather, file.")] = True,
+    report_file: ReportFile = None,
     as_json: Json = False,
 ) -> None:
     """Move real tensor shapes between real processes by every method, verify every byte, compare with the limits."""
@@ -97,6 +99,7 @@ def transfer_command(
                 say=tell(say),
             )
         show = _show_gpu
+    save_report(report_file, "weft bench transfer", report.to_json())
     if as_json:
         print_json(report.to_json())
     else:
@@ -119,6 +122,7 @@ def scaling_command(
     baselines: Annotated[bool, typer.Option(help="Also measure the baselines: broadcast, gather.")] = True,
     slow_host: Annotated[bool, typer.Option(help="Also measure with one sender at a tenth of its rate.")] = True,
     plot: Annotated[Path | None, typer.Option(help="Draw rates over senders, as an .svg file.")] = None,
+    report_file: ReportFile = None,
     as_json: Json = False,
 ) -> None:
     """Measure how a version's rate grows with sending hosts, in a lab with rate-limited NICs (needs root)."""
@@ -138,6 +142,7 @@ def scaling_command(
         report = load_bench("scaling.measure").measure(case, repeat=repeat, baselines=baselines, say=tell(say))
     if plot is not None:
         plot.write_text(load_bench("scaling.plot").scaling_svg(report.to_json()["rows"]))
+    save_report(report_file, "weft bench scaling", report.to_json())
     if as_json:
         print_json(report.to_json())
     else:
@@ -184,6 +189,7 @@ def links_command(
     topology: Annotated[str, typer.Option(help="Preset or .toml file to put the costs into.")] = DEFAULT_TOPOLOGY,
     save: Annotated[Path | None, typer.Option(help="Write the topology with these costs to a .toml file.")] = None,
     repeat: Annotated[int, typer.Option(min=1, max=1000, help="Runs per transport; medians are shown.")] = 9,
+    report_file: ReportFile = None,
     as_json: Json = False,
 ) -> None:
     """Measure what one write costs over each transport, which tells the planner which runs to pack."""
@@ -194,6 +200,7 @@ def links_command(
         report = load_bench("links").measure(repeat=repeat, say=tell(say))
     if save is not None:
         save.write_text(cluster_toml(report.put_into(cluster)))
+    save_report(report_file, "weft bench links", report.to_json())
     if as_json:
         print_json(report.to_json())
         return
@@ -217,11 +224,13 @@ def codec_command(
     megabytes: Annotated[int, typer.Option(min=1, max=1 << 16, help="Weights to work on, in MiB.")] = 256,
     density: Annotated[float, typer.Option(min=0.0, max=1.0, help="Fraction of elements that change.")] = 0.01,
     repeat: Annotated[int, typer.Option(min=1, max=1000, help="Runs per kernel; medians are shown.")] = 9,
+    report_file: ReportFile = None,
     as_json: Json = False,
 ) -> None:
     """Compare patches, FP8 and digests with a plain copy; check each against its reference."""
     with progress() as say:
         report = _codec_report(device, megabytes << 20, density, repeat, tell(say))
+    save_report(report_file, "weft bench codec", report.to_json())
     if as_json:
         print_json(report.to_json())
         return
@@ -247,6 +256,7 @@ def fp8_command(
     model: Annotated[str, typer.Option(help="Model whose tensor shapes are quantised and moved.")] = "qwen2.5-0.5b",
     trainers: Annotated[int, typer.Option(min=1, max=64, help="FSDP2 ranks.")] = 4,
     repeat: Annotated[int, typer.Option(min=1, max=1000, help="Versions per method; medians are shown.")] = 5,
+    report_file: ReportFile = None,
     as_json: Json = False,
 ) -> None:
     """Move BF16 shards to an FP8 engine: exchange magnitudes, or gather full tensors."""
@@ -254,6 +264,7 @@ def fp8_command(
     logging.disable(logging.WARNING)  # members that leave are expected here
     with progress() as say:
         report = measure(model, num_trainers=trainers, repeat=repeat, say=tell(say))
+    save_report(report_file, "weft bench fp8", report.to_json())
     if as_json:
         print_json(report.to_json())
         return
@@ -279,6 +290,7 @@ def pipeline_command(
     chunk_mib: Annotated[int, typer.Option(min=1, max=1024, help="Chunk size in MiB.")] = 8,
     staging_mib: Annotated[int, typer.Option(min=4, max=1 << 20, help="Staging watermark in MiB.")] = 64,
     repeat: Annotated[int, typer.Option(min=1, max=1000, help="Versions per method; medians are shown.")] = 5,
+    report_file: ReportFile = None,
     as_json: Json = False,
 ) -> None:
     """Compare the stages of sending over a slow link, one after the other and overlapped."""
@@ -286,6 +298,7 @@ def pipeline_command(
     logging.disable(logging.WARNING)  # members that leave are expected here
     with progress() as say:
         report = measure(model, repeat=repeat, chunk_mib=chunk_mib, staging_mib=staging_mib, say=tell(say))
+    save_report(report_file, "weft bench pipeline", report.to_json())
     if as_json:
         print_json(report.to_json())
         return

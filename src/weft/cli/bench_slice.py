@@ -23,6 +23,7 @@ from weft.cli.case_options import (
     TrainerDtype,
 )
 from weft.cli.output import out, print_json, progress
+from weft.cli.report import ReportFile, save_report
 from weft.core.case import plan_case
 from weft.devices import CPU, memory_kind
 from weft.errors import ConfigError, WeftError
@@ -53,6 +54,7 @@ def slice_command(
     offloaded: Annotated[bool | None, typer.Option(help="Trainer weights start in host memory.")] = None,
     device: Annotated[str, typer.Option(help="Device: cpu or cuda:0.")] = "cuda:0",
     repeat: Annotated[int, typer.Option(min=1, max=1000, help="Versions; medians are shown.")] = 5,
+    report_file: ReportFile = None,
     as_json: Json = False,
 ) -> None:
     """Do one rank's work of a large case on one device, beside the simulator's prediction for that rank."""
@@ -81,6 +83,7 @@ def slice_command(
             repeat=repeat,
             say=tell(say),
         )
+    save_report(report_file, f"weft bench slice {name}: {side} {report.rank}", report.to_json())
     if as_json:
         print_json(report.to_json())
     else:

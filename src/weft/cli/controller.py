@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import signal
+import tempfile
 import threading
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -21,6 +22,7 @@ from weft.core.version import CommitPolicy
 from weft.observe.metrics import serve_metrics
 from weft.runtime.control.security import security_in
 from weft.runtime.controller.controller import Controller
+from weft.web.dashboard import serve_dashboard
 
 
 def controller_command(
@@ -59,8 +61,9 @@ def controller_command(
         bool, typer.Option(help="Plan again when a host carries less than the others, so that others send for it.")
     ] = False,
     events: Annotated[
-        Path | None, typer.Option(help="Append a line for every version to a file, for `weft why`.")
+        Path | None, typer.Option(help="Append every member, plan and version to a file, for `weft why` and others.")
     ] = None,
+    dashboard: Annotated[str, typer.Option(help="Serve the dashboard on HOST:PORT, as in 127.0.0.1:7080.")] = "",
     metrics: Annotated[str, typer.Option(help="Serve Prometheus metrics on HOST:PORT, as in 127.0.0.1:9464.")] = "",
     keys: Annotated[Path | None, typer.Option(help="Folder with controller.key and members' .pub files.")] = None,
     as_json: Json = False,
@@ -83,26 +86,29 @@ def controller_command(
     stop = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: stop.set())
-    with Controller(
-        bind,
-        num_trainers=trainers,
-        num_engine_ranks=engine_ranks,
-        ranks_per_engine=ranks_per_engine,
-        commit_policy=CommitPolicy.QUORUM if quorum else CommitPolicy.ALL,
-        quorum=quorum,
-        settings=settings,
-        policy=policy or None,
-        topology=topology or None,
-        ignore=ignore or (),
-        plan=plan,
-        rebalance=rebalance,
-        events=events,
-        security=security_in(keys),
-    ) as controller:
+    with (
+        _events(events, dashboard) as recorded,
+        Controller(
+            bind,
+            num_trainers=trainers,
+            num_engine_ranks=engine_ranks,
+            ranks_per_engine=ranks_per_engine,
+            commit_policy=CommitPolicy.QUORUM if quorum else CommitPolicy.ALL,
+            quorum=quorum,
+            settings=settings,
+            policy=policy or None,
+            topology=topology or None,
+            ignore=ignore or (),
+            plan=plan,
+            rebalance=rebalance,
+            events=recorded,
+            security=security_in(keys),
+        ) as controller,
+    ):
         err.print(f"listening on {controller.address}, waiting for {trainers} trainers and {engine_ranks} engine ranks")
         if plan is not None:
             err.print(f"following the plan `{plan}`")
-        with _metrics(metrics, controller):
+        with _metrics(metrics, controller), _dashboard(dashboard, recorded):
             stop.wait()
         found = asdict(controller.statistics())
     if as_json:
@@ -111,6 +117,27 @@ def controller_command(
     err.print(
         f"{found['num_committed']} versions committed, {found['num_aborted']} aborted; last: {found['committed']}"
     )
+
+
+@contextlib.contextmanager
+def _events(path: Path | None, dashboard: str) -> Iterator[Path | None]:
+    """Where events go: a dashboard needs a file, if only for a while."""
+    if path is not None or not dashboard:
+        yield path
+        return
+    with tempfile.TemporaryDirectory(prefix="weft-events-") as folder:
+        yield Path(folder) / "events.jsonl"
+
+
+@contextlib.contextmanager
+def _dashboard(bind: str, events: Path | None) -> Iterator[None]:
+    """The dashboard, if it is asked for."""
+    if not bind or events is None:
+        yield
+        return
+    with serve_dashboard(bind, events) as address:
+        err.print(f"dashboard at {address}", soft_wrap=True)
+        yield
 
 
 @contextlib.contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -22,6 +23,7 @@ from weft.cli.case_options import (
     TrainerDtype,
 )
 from weft.cli.output import print_json, progress, show_facts
+from weft.cli.report import ReportFile, save_report
 from weft.rehearse.rehearsal import RehearsalReport, rehearse
 
 
@@ -39,6 +41,10 @@ def rehearse_command(
     versions: Annotated[int, typer.Option(min=1, help="Versions to measure.")] = 3,
     kill: Annotated[int, typer.Option(min=0, help="Members to kill after that, which then rejoin.")] = 0,
     processes: Annotated[int, typer.Option(min=0, help="Processes the members share; 0: one per core.")] = 0,
+    events: Annotated[
+        Path | None, typer.Option(help="Record members, plans and versions, for `weft dashboard`.")
+    ] = None,
+    report_file: ReportFile = None,
     as_json: Json = False,
 ) -> None:
     """Run the real controller with all members of a case on this machine; weights are reserved, never touched."""
@@ -51,8 +57,10 @@ def rehearse_command(
             num_versions=versions,
             num_killed=kill,
             num_processes=processes,
+            events=events,
             on_progress=on_progress,
         )
+    save_report(report_file, f"rehearsal of {name}", asdict(report))
     if as_json:
         print_json(asdict(report))
     else:

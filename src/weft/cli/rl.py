@@ -8,6 +8,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -96,13 +97,24 @@ def rl_command(
     keys: Annotated[
         str, typer.Option(help="Under torchrun: folder with keys of `weft keys controller trainer engine`.")
     ] = "",
+    tensorboard: Annotated[Path | None, typer.Option(help="Log figures to this folder, for TensorBoard.")] = None,
+    wandb: Annotated[str, typer.Option(help="Log figures to this project of Weights & Biases.")] = "",
     out_dir: Annotated[Path | None, typer.Option("--out", help="Folder for report and logs.")] = None,
     as_json: Json = False,
 ) -> None:
     """Run asynchronous PPO: trainer and engine processes connected by weft; under torchrun, on many nodes."""
     values = {name: value for name, value in context.params.items() if name in LoopSettings.__struct_fields__}
     del values["method"]
-    _run(values, methods=method or [DEFAULT.method], out_dir=out_dir, as_json=as_json, port=port, keys=keys)
+    logs = _Logs(tensorboard=tensorboard, wandb=wandb)
+    _run(values, methods=method or [DEFAULT.method], out_dir=out_dir, as_json=as_json, port=port, keys=keys, logs=logs)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Logs:
+    """Where figures go besides the report."""
+
+    tensorboard: Path | None = None
+    wandb: str = ""
 
 
 def _load(name: str) -> Any:
@@ -121,6 +133,7 @@ def _run(
     as_json: bool,
     port: int = 0,
     keys: str = "",
+    logs: _Logs = _Logs(),
 ) -> None:
     """Run each method with the same seed and show the results."""
     runs = [LoopSettings.of(**values, method=method) for method in methods]
@@ -134,7 +147,7 @@ def _run(
     found = []
     for settings in runs:
         where = (folder if len(runs) == 1 else folder / settings.method.value).absolute()
-        with _kept(settings, where) as watch:
+        with _kept(settings, where, logs) as watch:
             if is_member:
                 record = launch.run_as_member(settings, run_dir=where, port=port, keys=keys, watch=watch)
             else:
@@ -153,17 +166,24 @@ def _run(
 
 
 @contextlib.contextmanager
-def _kept(settings: LoopSettings, where: Path) -> Iterator[Callable[[Any], None]]:
+def _kept(settings: LoopSettings, where: Path, logs: _Logs) -> Iterator[Callable[[Any], None]]:
     """Shows a run while it lasts, and keeps report and record however it ends."""
     newest = None
+    folder = None if logs.tensorboard is None else logs.tensorboard / settings.method.value
+    facts = msgspec.to_builtins(settings)
 
     def see(record: Any) -> None:
         nonlocal newest
         newest = record
         watch(record)
+        for figures in loggers:
+            figures.see(record)
 
     try:
-        with _load("view.live").live_view(settings, err) as watch:
+        with (
+            _load("view.loggers").figure_loggers(tensorboard=folder, wandb=logs.wandb, settings=facts) as loggers,
+            _load("view.live").live_view(settings, err) as watch,
+        ):
             yield see
     finally:
         if newest is not None:

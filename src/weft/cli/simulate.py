@@ -29,14 +29,17 @@ from weft.cli.case_options import (
     one_name,
 )
 from weft.cli.output import err, gb, print_json, progress, show_facts
+from weft.cli.report import ReportFile, save_report
 from weft.config import ReceiverMode
 from weft.core.models.catalog import load_model
 from weft.core.plans.plan import Plan
 from weft.errors import ConfigError
+from weft.observe.events_file import find_version
 from weft.observe.trace import write_trace
 from weft.sim.peers import beside_gather as gather_comparison
 from weft.sim.presets import PRESETS, Preset
 from weft.sim.simulator import Options, simulate
+from weft.web.reports import timelines_beside
 
 
 def simulate_command(
@@ -66,6 +69,10 @@ def simulate_command(
     offloaded: Annotated[bool | None, typer.Option(help="Trainer weights start in host memory.")] = None,
     skew_ms: Annotated[float, typer.Option(help="Spread the senders' starts over this many milliseconds.")] = 0.0,
     trace: Annotated[Path | None, typer.Option(help="Write a trace for ui.perfetto.dev to this file.")] = None,
+    report_file: ReportFile = None,
+    measured: Annotated[
+        Path | None, typer.Option(help="With --report: an events file, whose last version is shown beside.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Predict how long one update takes, and how long the engines pause."""
@@ -94,7 +101,7 @@ def simulate_command(
     options = Options(mode=ReceiverMode(mode), offloaded=offloaded, skew_s=skew_ms / 1e3, delta_density=delta_density)
     with progress() as on_progress:
         on_progress("simulating")
-        prediction = simulate(plan, options=options, record=trace is not None)
+        prediction = simulate(plan, options=options, record=trace is not None or report_file is not None)
     if trace is not None and prediction.recorder is not None:
         num_spans = write_trace(prediction.recorder.events, trace)
         err.print(f"wrote {num_spans} spans to {trace}: open it at ui.perfetto.dev")
@@ -113,6 +120,10 @@ def simulate_command(
         with progress() as on_progress:
             on_progress("simulating a gather of full tensors")
             result["beside_gather"] = asdict(gather_comparison(preset, load_model(preset.model), plan))
+    if report_file is not None and prediction.recorder is not None:
+        seen = None if measured is None else find_version(measured, None)
+        chart = timelines_beside(prediction.recorder.events, seen)
+        save_report(report_file, f"{plan.model}: one update, predicted", result, charts=[chart])
     if as_json:
         print_json(result)
     else:

@@ -10,12 +10,14 @@ from rich.table import Table
 
 from weft.cli.case_options import Json
 from weft.cli.output import number, out, print_json, progress
+from weft.cli.report import ReportFile, save_report
 from weft.errors import ConfigError
 from weft.sim.validation import ValidationRow, passed_ids, test_ids, validate
 
 
 def validate_command(
     only: Annotated[str, typer.Option(help="Run only these tests, such as T1,T2; exit code 1 if one fails.")] = "",
+    report_file: ReportFile = None,
     as_json: Json = False,
 ) -> None:
     """Compare planner and simulator with other systems' published results."""
@@ -26,6 +28,7 @@ def validate_command(
     with progress() as on_progress:
         rows = validate(on_progress, only=wanted or None)
     passed = passed_ids(rows)
+    save_report(report_file, "published results, predicted", [row.to_json() for row in rows])
     if as_json:
         print_json([row.to_json() for row in rows])
     else:

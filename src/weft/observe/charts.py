@@ -1,4 +1,4 @@
-"""Small drawings as SVG text: curves and timelines. They need no script and no other file."""
+"""Small drawings as SVG text, for documents: curves. They need no script and no other file."""
 
 from __future__ import annotations
 
@@ -19,17 +19,6 @@ class Curve:
     points: Sequence[tuple[float, float]]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Bar:
-    """A span of time."""
-
-    row: str
-    start: float
-    end: float
-    colour: int
-    title: str
-
-
 def line_chart(curves: Sequence[Curve], *, x_name: str, y_name: str, least_top: float = 0.0) -> str:
     """Curves over one scale that begins at zero."""
     points = [point for curve in curves for point in curve.points]
@@ -46,31 +35,6 @@ def line_chart(curves: Sequence[Curve], *, x_name: str, y_name: str, least_top: 
                 f'<text x="{LEFT + 8}" y="{TOP + 12 + 14 * number}" fill="{colour}">{escape(curve.name)}</text>'
             )
     return _svg(HEIGHT, body)
-
-
-def timeline(bars: Sequence[Bar], *, unit: str) -> str:
-    """Bars in rows, over time."""
-    rows = list(dict.fromkeys(bar.row for bar in bars))
-    start = min((bar.start for bar in bars), default=0.0)
-    end = max((bar.end for bar in bars), default=1.0)
-    height = TOP + 24 * len(rows) + BOTTOM
-    body = []
-    for number, row in enumerate(rows):
-        y = TOP + 24 * number
-        body.append(f'<text x="4" y="{y + 15}">{escape(row)}</text>')
-    for bar in bars:
-        y = TOP + 24 * rows.index(bar.row)
-        x = LEFT + 60 + (bar.start - start) / ((end - start) or 1.0) * (WIDTH - LEFT - 60 - RIGHT)
-        width = max((bar.end - bar.start) / ((end - start) or 1.0) * (WIDTH - LEFT - 60 - RIGHT), 1.5)
-        body.append(
-            f'<rect x="{x:.1f}" y="{y + 3}" width="{width:.1f}" height="17" rx="2" '
-            f'fill="{COLOURS[bar.colour % len(COLOURS)]}"><title>{escape(bar.title)}</title></rect>'
-        )
-    body.append(f'<text x="{LEFT + 60}" y="{height - 8}">0</text>')
-    body.append(
-        f'<text x="{WIDTH - RIGHT}" y="{height - 8}" text-anchor="end">{(end - start):.1f} {escape(unit)}</text>'
-    )
-    return _svg(height, body)
 
 
 def _x(value: float, left: float, right: float) -> float:

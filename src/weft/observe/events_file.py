@@ -1,4 +1,4 @@
-"""The file that `weft controller --events FILE` writes: a line for every version that has ended."""
+"""The file that `weft controller --events FILE` writes: a line for every member, plan and version."""
 
 from __future__ import annotations
 
@@ -10,7 +10,12 @@ from weft.errors import ConfigError
 
 
 def read_versions(path: Path) -> list[dict[str, Any]]:
-    """All versions, in the order they ended. The last line may be incomplete while a controller writes."""
+    """All versions, in the order they ended."""
+    return [line for line in read_lines(path) if "moments" in line]
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """All lines. The last one may be incomplete while a controller writes."""
     try:
         lines = path.read_text().splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -22,7 +27,7 @@ def read_versions(path: Path) -> list[dict[str, Any]]:
         except json.JSONDecodeError as error:
             if number < len(lines):
                 raise ConfigError(f"`{path}` line {number} is not an event: {error}") from error
-    return [record for record in records if isinstance(record, dict) and "moments" in record]
+    return [record for record in records if isinstance(record, dict)]
 
 
 def find_version(path: Path, version: int | None) -> dict[str, Any]:

@@ -9,12 +9,16 @@ from typing import Any
 
 from weft.errors import ConfigError
 from weft.events import Event
+from weft.observe.perfetto import perfetto_trace
 
 
 def write_trace(events: Sequence[Event], path: Path) -> int:
-    """Write a trace file; returns the number of spans in it."""
+    """Write a trace file, `.pftrace` in Perfetto's own format, others as JSON; returns the number of spans in it."""
     try:
-        path.write_text(json.dumps({"traceEvents": trace_events(events), "displayTimeUnit": "ms"}))
+        if path.suffix == ".pftrace":
+            path.write_bytes(perfetto_trace(events))
+        else:
+            path.write_text(json.dumps({"traceEvents": trace_events(events), "displayTimeUnit": "ms"}))
     except OSError as error:
         raise ConfigError(f"`{path}` cannot be written: {error.strerror}") from error
     return len(events)

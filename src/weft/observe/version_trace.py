@@ -63,6 +63,20 @@ def version_spans(record: Mapping[str, Any], *, at_s: float = 0.0) -> list[Event
                 num_bytes=num_bytes,
                 peer=f"engine {engine}",
             )
+    for trainer, engine, num_bytes, lasted_s in record.get("arrivals", []):
+        committed = members.get(f"engine {engine}", {}).get("Ready") or members.get(f"engine {engine}", {}).get(
+            "Committed"
+        )
+        if committed is not None:  # the last Chunk was verified, at the latest, when the engine said so
+            recorder.span(
+                "arrive",
+                member=f"engine {engine}",
+                lane=f"from trainer {trainer}",
+                start_s=at_s + max(committed - lasted_s, 0.0),
+                end_s=at_s + committed,
+                num_bytes=num_bytes,
+                peer=f"trainer {trainer}",
+            )
     return recorder.events
 
 

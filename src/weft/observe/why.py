@@ -37,7 +37,7 @@ class Cause:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Explanation:
+class Diagnosis:
     """Where one version's time went."""
 
     version: int
@@ -48,11 +48,11 @@ class Explanation:
     sentence: str
 
 
-def explain(record: Mapping[str, Any]) -> Explanation:
+def explain(record: Mapping[str, Any]) -> Diagnosis:
     """One version."""
     causes = tuple(cause for cause in _Chain(record).causes() if cause.seconds > 0)
     seconds = float(record["seconds"])
-    return Explanation(
+    return Diagnosis(
         version=int(record["version"]),
         outcome=str(record["outcome"]),
         seconds=seconds,

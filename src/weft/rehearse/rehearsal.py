@@ -83,9 +83,10 @@ def rehearse(
     num_versions: int = 3,
     num_killed: int = 0,
     num_processes: int = 0,
+    events: Path | None = None,
     on_progress: Callable[[str], None] = lambda _: None,
 ) -> RehearsalReport:
-    """Rehearse a case. `num_killed` members are killed after the versions, and return."""
+    """Rehearse a case. `num_killed` members are killed after the versions, and return. `events`: file for events."""
     ranks = case_ranks(case)
     members: list[Name] = [("trainer", rank) for rank in range(ranks.num_trainers)]
     members += [("engine", rank) for rank in range(ranks.num_engine_ranks)]
@@ -102,13 +103,15 @@ def rehearse(
         board.make()
         on_progress(f"laying out {len(members)} members in {len(groups)} processes")
         with Cast([TroupeSetup(case=case, members=group, board=board) for group in groups]) as cast:
-            return _Rehearsal(case, cast, num_killed, on_progress).run(num_versions)
+            return _Rehearsal(case, cast, num_killed, events, on_progress).run(num_versions)
 
 
 class _Rehearsal:
     """One controller and one cast."""
 
-    def __init__(self, case: Case, cast: Cast, num_killed: int, on_progress: Callable[[str], None]) -> None:
+    def __init__(
+        self, case: Case, cast: Cast, num_killed: int, events: Path | None, on_progress: Callable[[str], None]
+    ) -> None:
         self._cast, self._victims, self._say = cast, range(num_killed), on_progress
         ranks = case_ranks(case)
         self._num_members = ranks.num_trainers + ranks.num_engine_ranks
@@ -126,6 +129,7 @@ class _Rehearsal:
             policy=case.policy,
             topology=case_cluster(case),
             ignore=case.ignore,
+            events=events,
         )
 
     def run(self, num_versions: int) -> RehearsalReport:

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from weft.bench import payload
-from weft.bench.scaling.rows import SLOW_SHARE, Fleet, ScalingCase, ScalingReport, ScalingRow
+from weft.bench.scaling.rows import SLOW_SHARE, FleetShape, ScalingCase, ScalingReport, ScalingRow
 from weft.bench.scaling.run import Run, Say, start_fleet
 from weft.core.models.model import Model
 from weft.lab import Lab, alike, parse_rate
@@ -41,7 +41,7 @@ class _Measurement:
         """Every row."""
         rates = {}
         for num_senders in self._case.num_senders:
-            with self._running(Fleet(num_senders=num_senders, num_receivers=self._case.num_receivers)) as run:
+            with self._running(FleetShape(num_senders=num_senders, num_receivers=self._case.num_receivers)) as run:
                 rate = rates[num_senders] = run.sockets()
                 run.dense(rate)
                 run.patches(rate)
@@ -49,8 +49,15 @@ class _Measurement:
                     run.collectives()
             yield from run.rows
         most = max(self._case.num_senders)
-        engines = Fleet(num_senders=most, num_receivers=self._case.num_receivers, precision="fp8")
-        with self._running(engines) as run:
+        for engines, method in (("replicas", "weft, BF16 replicas"), ("ep", "weft, expert-parallel ranks of a MoE")):
+            fleet = FleetShape(num_senders=most, num_receivers=self._case.num_receivers, engines=engines)
+            with self._running(fleet) as run:
+                run.dense(rates[most], method=method)
+            yield from run.rows
+        fleet = FleetShape(
+            num_senders=most, num_receivers=self._case.num_receivers, engines="replicas", precision="fp8"
+        )
+        with self._running(fleet) as run:
             run.dense(rates[most], method="weft, FP8 engines")
             run.patches(rates[most])
         yield from run.rows
@@ -60,7 +67,7 @@ class _Measurement:
     def _with_slow_host(self, num_senders: int, rate: float) -> Iterator[ScalingRow]:
         """Weights that only the slow host has cannot be sent by others; those that all have can."""
         for layout in ("fsdp", "ddp"):
-            fleet = Fleet(
+            fleet = FleetShape(
                 num_senders=num_senders,
                 num_receivers=self._case.num_receivers,
                 layout=layout,
@@ -69,7 +76,7 @@ class _Measurement:
             with self._running(fleet) as run, self._slowed(num_senders):
                 run.dense(rate, method=f"weft, {layout.upper()}, one sender at a tenth", rebalance=True)
             yield from run.rows
-        others = Fleet(num_senders=num_senders - 1, num_receivers=self._case.num_receivers, layout="ddp")
+        others = FleetShape(num_senders=num_senders - 1, num_receivers=self._case.num_receivers, layout="ddp")
         with self._running(others) as run:
             run.dense(rate, method="weft, DDP, without the slow sender")
         yield from run.rows
@@ -85,7 +92,8 @@ class _Measurement:
             self._lab.heal(host)
 
     @contextmanager
-    def _running(self, fleet: Fleet) -> Iterator[Run]:
+    def _running(self, fleet: FleetShape) -> Iterator[Run]:
         self._say(f"starting {fleet.num_senders} senders and {fleet.num_receivers} receivers")
         with start_fleet(self._lab, self._case, fleet) as processes:
-            yield Run(self._case, fleet, self._model, self._lab, processes, self._repeat, self._say)
+            model = payload.load_payload(payload.SMALL_MOE) if fleet.shares_experts else self._model
+            yield Run(self._case, fleet, model, self._lab, processes, self._repeat, self._say)

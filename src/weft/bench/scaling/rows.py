@@ -25,22 +25,29 @@ class ScalingCase:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Fleet:
+class FleetShape:
     """Who sends and who receives in one part of a run; every member is a host of its own."""
 
     num_senders: int
     num_receivers: int
     layout: str = "fsdp"
     """Of trainers: `fsdp`, each has its shards; `ddp`, each has everything."""
+    engines: str = "tp"
+    """`tp` and `ep`: receivers are the ranks of one engine; `replicas`: each is an engine."""
     precision: str = "bf16"
-    """Of engines: `bf16`, the ranks of one engine; `fp8`, engines of one rank each."""
+    """Of engines: `bf16` or `fp8`."""
     slow_share: float | None = None
     """What the last sender carries of the others' rate, after it was planned."""
 
     @property
     def num_parts(self) -> int:
         """Ranks of one engine."""
-        return 1 if self.precision == "fp8" else self.num_receivers
+        return 1 if self.engines == "replicas" else self.num_receivers
+
+    @property
+    def shares_experts(self) -> bool:
+        """Whether the ranks of an engine share the experts of a MoE, and nothing else."""
+        return self.engines == "ep"
 
     @property
     def num_bound(self) -> int:

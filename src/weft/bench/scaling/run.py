@@ -9,10 +9,11 @@ from typing import Any
 
 import msgspec
 
+from weft.bench import payload
 from weft.bench.prediction import HostsCase, plan_hosts, predict_plan
 from weft.bench.scaling.busy import BusyCores
 from weft.bench.scaling.lab_fleet import LabFleet
-from weft.bench.scaling.rows import Fleet, ScalingCase, ScalingRow
+from weft.bench.scaling.rows import FleetShape, ScalingCase, ScalingRow
 from weft.bench.worker import Setup
 from weft.config import DeltaPolicy, TransferSettings
 from weft.core.models.model import Model
@@ -31,7 +32,7 @@ CHANGED = 0.01
 """Fraction of elements that differ between versions sent as patches."""
 
 
-def start_fleet(lab: Lab, case: ScalingCase, fleet: Fleet) -> LabFleet:
+def start_fleet(lab: Lab, case: ScalingCase, fleet: FleetShape) -> LabFleet:
     """Receivers on the first hosts, then the controller, then the senders."""
     names = [("engine", rank) for rank in range(fleet.num_receivers)]
     names += [("controller", 0)]
@@ -44,7 +45,8 @@ def start_fleet(lab: Lab, case: ScalingCase, fleet: Fleet) -> LabFleet:
             num_trainers=fleet.num_senders,
             num_engine_ranks=fleet.num_receivers,
             num_parts=fleet.num_parts,
-            model=case.model,
+            model=payload.SMALL_MOE if fleet.shares_experts else case.model,
+            shares_experts=fleet.shares_experts,
             port=PORT + fleet.num_senders,
             master=lab.address(hosts["trainer", 0]),
             precision=fleet.precision,
@@ -59,7 +61,7 @@ class Run:
     """One fleet, while its processes run."""
 
     def __init__(
-        self, case: ScalingCase, fleet: Fleet, model: Model, lab: Lab, processes: LabFleet, repeat: int, say: Say
+        self, case: ScalingCase, fleet: FleetShape, model: Model, lab: Lab, processes: LabFleet, repeat: int, say: Say
     ) -> None:
         self._case, self._fleet, self._model, self._lab = case, fleet, model, lab
         self._processes, self._repeat, self._say = processes, repeat, say
@@ -82,7 +84,7 @@ class Run:
     def dense(self, socket_rate: float, *, method: str = "weft", rebalance: bool = False) -> None:
         """Whole versions. `socket_rate`: what plain sockets reached for each bounding host."""
         plan = self._plan_at(socket_rate / self._case.num_nics)
-        with Opened(self._processes, TransferSettings(transport="nixl", version_s=VERSION_S), rebalance=rebalance):
+        with OpenFleet(self._processes, TransferSettings(transport="nixl", version_s=VERSION_S), rebalance=rebalance):
             if rebalance:
                 for _ in range(REPLAN_VERSIONS):
                     self._whole_version()
@@ -93,7 +95,7 @@ class Run:
         """Versions in which one percent is new."""
         plan = self._plan_at(socket_rate / self._case.num_nics)
         settings = TransferSettings(transport="nixl", version_s=VERSION_S, delta=DeltaPolicy.ON)
-        with Opened(self._processes, settings):
+        with OpenFleet(self._processes, settings):
             self._whole_version()  # the first one is sent whole
             predicted = predict_plan(plan, density=CHANGED)
             self._measure(
@@ -120,7 +122,7 @@ class Run:
         case = HostsCase(
             trainer=f"{fleet.layout}{fleet.num_senders}",
             num_trainers=fleet.num_senders,
-            engine=f"tp{fleet.num_parts}",
+            engine=f"{'ep' if fleet.shares_experts else 'tp'}{fleet.num_parts}",
             num_replicas=fleet.num_receivers // fleet.num_parts,
             dtype="fp8-block128" if self._is_fp8 else "bf16",
             num_nics=self._case.num_nics,
@@ -221,7 +223,7 @@ class Run:
         return _elapsed(self._processes.answers(sending, receiving)[0])
 
 
-class Opened:
+class OpenFleet:
     """Members joined to a controller, inside this context."""
 
     def __init__(self, processes: LabFleet, settings: TransferSettings, *, rebalance: bool = False) -> None:

@@ -63,15 +63,21 @@ def balance(plan: Plan) -> Balance:
 def _busy(plan: Plan) -> dict[str, float]:
     """Seconds of the busiest resource of each kind under the plan."""
     topology = plan.topology
+    writes = np.where(topology.is_local, 0, plan.pair_writes).sum(axis=1)
+    gaps_s = _per_port(topology, topology.trainer_device, writes) * topology.nic.gap_us * 1e-6
+    busy = busy_by_bytes(plan)
+    return busy | {"trainer NICs": max(busy["trainer NICs"], float(gaps_s.max()))}
+
+
+def busy_by_bytes(plan: Plan) -> dict[str, float]:
+    """Seconds of the busiest resource of each kind, if single writes cost nothing."""
+    topology = plan.topology
     local = topology.is_local
     moved = plan.pair_bytes
     wired = np.where(local, 0, moved)
-    writes = np.where(local, 0, plan.pair_writes)
     trainers, engines = topology.trainer_device, topology.engine_device
-    sending_s = _port_seconds(topology, trainers, wired.sum(axis=1))
-    gaps_s = _per_port(topology, trainers, writes.sum(axis=1)) * topology.nic.gap_us * 1e-6
     busy = {
-        "trainer NICs": float(np.maximum(sending_s, gaps_s).max()),
+        "trainer NICs": float(_port_seconds(topology, trainers, wired.sum(axis=1)).max()),
         "engine NICs": float(_port_seconds(topology, engines, wired.sum(axis=0)).max()),
     }
     if local.any():

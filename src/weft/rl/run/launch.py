@@ -45,6 +45,8 @@ TICK_S = 0.1
 STOP_S = 5.0
 """How long members have to end by themselves, and again after being told to."""
 LOG_LINES = 15
+EVENTS = "events.jsonl"
+"""In a run's folder: for `weft why`, `weft trace`, `weft dashboard` and `weft report`."""
 SILENCE_S = 5.0
 """Longest `silence_s` of weft's controller: a version waits no longer for a silent engine, which may join again."""
 Watch = Callable[[Record], None]
@@ -53,9 +55,19 @@ Watch = Callable[[Record], None]
 class RunServices:
     """Weft's controller and the coordinator of one run."""
 
-    def __init__(self, settings: LoopSettings, *, host: str = "127.0.0.1", port: int = 0, keys: str = "") -> None:
-        """`port`: the controller's; the coordinator takes the next. 0: any."""
+    def __init__(
+        self,
+        settings: LoopSettings,
+        *,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        keys: str = "",
+        events: Path | None = None,
+    ) -> None:
+        """`port`: the controller's; the coordinator takes the next. 0: any. `events`: file for events."""
         security = security_in(keys)
+        if events is not None:
+            events.parent.mkdir(parents=True, exist_ok=True)
         self.controller = Controller(
             f"tcp://{host}:{port or '*'}",
             num_trainers=settings.num_trainers,
@@ -64,6 +76,7 @@ class RunServices:
             commit_policy=CommitPolicy.QUORUM,  # training continues while one engine is left
             quorum=1,
             settings=transfer_settings(settings),
+            events=events,
             security=security,
         )
         try:
@@ -129,10 +142,10 @@ def check_runnable(settings: LoopSettings) -> None:
 def run_here(settings: LoopSettings, *, run_dir: Path, watch: Watch = lambda _: None) -> Record:
     """Run all members on this machine until they are done; raises if the run fails. Nothing is left running."""
     check_runnable(settings)
-    with RunServices(settings) as heart, _store() as store:
+    with RunServices(settings, events=run_dir / EVENTS) as services, _store() as store:
         links = Links(
-            controller=heart.controller.address,
-            coordinator=heart.coordinator.address,
+            controller=services.controller.address,
+            coordinator=services.coordinator.address,
             store_host="127.0.0.1",
             store_port=store.port,
             run_dir=str(run_dir),
@@ -145,11 +158,11 @@ def run_here(settings: LoopSettings, *, run_dir: Path, watch: Watch = lambda _: 
             pids = {member.name: member.process.pid for member in members}
             (run_dir / "members.json").write_bytes(msgspec.json.encode(pids))
             with _interrupts() as is_interrupted:
-                _watch_over(members, heart.coordinator, watch, is_interrupted)
+                _watch_over(members, services.coordinator, watch, is_interrupted)
         finally:
             _stop(members)
-            watch(heart.coordinator.record)
-        return heart.coordinator.record
+            watch(services.coordinator.record)
+        return services.coordinator.record
 
 
 @contextlib.contextmanager
@@ -298,17 +311,20 @@ def run_as_member(
     if rank != 0:
         run_rank(settings, links, rank=rank, local_rank=local_rank)
         return None
-    with RunServices(settings, host=host, port=port, keys=keys) as heart, _watching(heart.coordinator, watch):
+    with (
+        RunServices(settings, host=host, port=port, keys=keys, events=run_dir / EVENTS) as services,
+        _watching(services.coordinator, watch),
+    ):
         try:
             run_rank(settings, links, rank=rank, local_rank=local_rank)
         except Exception as error:
-            raise PeerLost(heart.coordinator.failure or str(error)) from error
-        if not heart.coordinator.ended.wait(settings.timeout_s):
+            raise PeerLost(services.coordinator.failure or str(error)) from error
+        if not services.coordinator.ended.wait(settings.timeout_s):
             raise PeerLost("other trainers have not finished")
         time.sleep(1.0)  # engines ask once more and are told to stop
-        if heart.coordinator.failure:
-            raise PeerLost(heart.coordinator.failure)
-        return heart.coordinator.record
+        if services.coordinator.failure:
+            raise PeerLost(services.coordinator.failure)
+        return services.coordinator.record
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""Everything that travels on the control plane. Version 8.
+"""Everything that travels on the control plane.
 
     member → controller   Join, Opened, Blocked, Want, Written, Stopped, At, Paused, Ready, Failed, Committed, Beat,
                           Leave
@@ -25,7 +25,7 @@ from weft.transport.base import Descriptor, Endpoint
 from weft.transport.host import ProcessIdentity
 from weft.transport.registry import Place
 
-PROTOCOL = 10
+PROTOCOL = 11
 STEPS_AHEAD = 2
 """How many steps an engine rank may advance while the ranks of its engine agree on a boundary."""
 
@@ -205,10 +205,22 @@ class Failed(_Message, frozen=True):
     reason: str
 
 
+class ArrivalReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What one engine rank received from one trainer."""
+
+    trainer: int
+    num_bytes: int
+    seconds: float
+    """From when its first Chunk was found until its last was verified, and drained where it lay in a window."""
+
+
 class Committed(_Message, frozen=True):
     """An engine rank serves a version."""
 
     version: int
+    pause_s: float = 0.0
+    """How long the engine stood still for it."""
+    arrivals: list[ArrivalReport] = []
 
 
 class Beat(_Message, frozen=True):

@@ -65,6 +65,7 @@ from weft.runtime.controller.admission import (
     check_step,
     check_version,
 )
+from weft.runtime.controller.journal import Journal
 from weft.runtime.controller.membership import Member, Membership
 from weft.runtime.controller.planner import Planner
 from weft.runtime.controller.planning import Planning
@@ -154,7 +155,8 @@ class Controller:
         kind of hosts members are on. `ignore` are trainer tensors no engine has, by name or pattern (`visual.*`).
         `plan`, instead of these three: a plan, or the file of one, to follow; members that differ from it are refused.
         `rebalance`: plan again when a host is found to carry less than the others, so that others send what they can.
-        `events`: a file to append a line to for every version that has ended; `weft why` explains it.
+        `events`: a file to append a line to for every member, plan and version; `weft why`, `weft trace` and `weft
+        dashboard` show it.
         `security`: its own key, `controller.key` by default, and the keys it admits; without it, `address` must be on
         loopback.
         """
@@ -176,7 +178,8 @@ class Controller:
         planning.check_members(
             num_trainers=num_trainers, num_engine_ranks=num_engine_ranks, ranks_per_engine=ranks_per_engine
         )
-        self._timelines = Timelines(None if events is None else Path(events))
+        self._journal = Journal(None if events is None else Path(events))
+        self._timelines = Timelines(self._journal)
         self._name = secrets.token_hex(8)
         self._next_look, self._num_beats = 0.0, 0
         self._status = ""
@@ -205,8 +208,18 @@ class Controller:
             self._server,
             self._versions,
             rebalances=rebalance,
+            journal=self._journal,
             send=self._send,
             refuse=self._refuse,
+        )
+        self._journal.write(
+            controller=self._name,
+            trainers=num_trainers,
+            engine_ranks=num_engine_ranks,
+            ranks_per_engine=ranks_per_engine,
+            mode=self._settings.mode,
+            digest=self._settings.digest,
+            delta=self._settings.delta,
         )
         self._thread = threading.Thread(target=self._run, name="weft-controller", daemon=True)
         self._thread.start()
@@ -292,7 +305,7 @@ class Controller:
         finally:
             self._planner.close()
             self._server.close()
-            self._timelines.close()
+            self._journal.close()
 
     def _send(self, member: MemberId, message: Any) -> None:
         """Send to a member, if it has joined."""
@@ -457,6 +470,9 @@ class Controller:
             num_trainers=self._membership.num["trainer"],
         )
         self._send(member, welcome)
+        self._journal.write(
+            member=str(member), state="joined", host=join.place.host, device=join.place.device, served=join.last
+        )
         log.info("%s joined (%d of %d)", member, len(self._membership.members), sum(self._membership.num.values()))
         self._rounds.plan_again()
         self._rounds.plan_if_possible()
@@ -477,6 +493,7 @@ class Controller:
         if known is None:
             return
         log.warning("%s %s", member, how)
+        self._journal.write(member=str(member), state="lost", reason=how)
         self._rounds.plan_again()
         self._rounds.planned.clear()
         self._versions.lost(known, how, is_settled=is_settled)

@@ -12,9 +12,12 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
+import numpy as np
+
+from weft.core.plans.bound import busy_by_bytes
 from weft.core.plans.plan import Plan
 from weft.errors import LayoutError, PlanError, WeftError
 from weft.runtime.compile.member_plans import MemberPlans
@@ -22,6 +25,7 @@ from weft.runtime.control.member_id import MemberId
 from weft.runtime.control.messages import Asking, Open, Opened, Refused, Writer
 from weft.runtime.control.server import Server
 from weft.runtime.controller.admission import check_magnitudes, check_opened
+from weft.runtime.controller.journal import Journal
 from weft.runtime.controller.membership import Member, Membership
 from weft.runtime.controller.planner import MemberPart, Planned, Planner, Shipped
 from weft.runtime.controller.slow_hosts import SlowHosts
@@ -50,11 +54,12 @@ class Rounds:
         versions: Versions,
         *,
         rebalances: bool,
+        journal: Journal,
         send: Callable[[MemberId, Any], None],
         refuse: RefuseMember,
     ) -> None:
         self._membership, self._planner, self._server, self._versions = membership, planner, server, versions
-        self._rebalances, self._send, self._refuse = rebalances, send, refuse
+        self._rebalances, self._journal, self._send, self._refuse = rebalances, journal, send, refuse
         self.links: dict[tuple[int, int], Choice] = {}
         self.plan: Plan | None = None
         self.plan_digest = ""
@@ -188,11 +193,26 @@ class Rounds:
         self._membership.abandoned.clear()
         self.planned.set()
         log.info("plan %s: %d bytes per version", self.plan_digest[:16], plan.total_bytes)
+        self._record_plan()
         for link, count in self.link_counts.items():
             log.info("%d links: %s", count, link)
         for line in who.hosts():
             log.info("%s", line)
         self._versions.answer_trainers()
+
+    def _record_plan(self) -> None:
+        """The plan in force, for those who read the journal."""
+        if self.plan is None or self.parts is None or not self._journal.is_open:
+            return
+        self._journal.write(
+            plan=self.plan_digest,
+            bytes=self.plan.total_bytes,
+            writes=self.parts.num_writes,
+            plan_s=round(self.plan_s, 6),
+            ship_s=round(self.ship_s, 6),
+            wire_s=busy_by_bytes(self.plan),
+            links=_link_facts(self.plan, self.links),
+        )
 
     def _refuse_misfits(self, error: WeftError) -> None:
         """Members do not match: those that differ from the others are removed; all, if these are not known."""
@@ -219,3 +239,21 @@ class Rounds:
             log.warning("planning again for these rates")
             self.slow_hosts.plan_for_found()
             self.plan_again()
+
+
+def _link_facts(plan: Plan, links: Mapping[tuple[int, int], Choice]) -> list[tuple[int, int, int, str, float]]:
+    """Trainer, engine rank, bytes, transport, and the rate the slower of their NICs allows; 0 inside a host."""
+    topology, moved = plan.topology, plan.pair_bytes
+    out = topology.port_rate(topology.port_of(topology.trainer_device))
+    into = topology.port_rate(topology.port_of(topology.engine_device))
+    limit = np.where(topology.is_local, 0.0, np.minimum(out[:, None], into[None, :]))
+    return [
+        (
+            int(trainer),
+            int(engine),
+            int(moved[trainer, engine]),
+            links[trainer, engine].transport,
+            float(limit[trainer, engine]),
+        )
+        for trainer, engine in zip(*np.nonzero(moved), strict=True)
+    ]

@@ -7,13 +7,14 @@ still in flight. Errors are attributed to the trainer.
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from weft.config import DigestPolicy
 from weft.devices import DeviceWork
 from weft.errors import IntegrityError
-from weft.runtime.control.messages import WriteReport
+from weft.runtime.control.messages import ArrivalReport, WriteReport
 from weft.runtime.receive.landing import ArrivingChunk, ArrivingLink
 from weft.runtime.transports import OpenTransports
 
@@ -29,11 +30,20 @@ class _Progress:
     """Chunks that were processed."""
     done: int = 0
     digest: int = 0
+    began: float = 0.0
+    """When its first Chunk was found; 0: not yet."""
+    ended: float = 0.0
+    """When its last Chunk so far was processed."""
 
     @property
     def is_whole(self) -> bool:
         """Whether all bytes have arrived."""
         return self.chunk == len(self.link.chunks)
+
+    @property
+    def next_bytes(self) -> int:
+        """How many bytes must have landed before the next Chunk can be processed."""
+        return self.done + self.link.chunks[self.chunk].num_bytes if self.link.is_ordered else self.link.total
 
 
 def spare_core() -> bool:
@@ -93,20 +103,25 @@ class Arrivals:
             if progress.is_whole:
                 continue
             landed = self._transports[link.transport].arrived(self._tag, writer=link.trainer)
+            if landed < progress.next_bytes:
+                continue
+            progress.began = progress.began or time.monotonic()
             if landed >= link.total and self._is_one_pass(progress):
                 self._take_all(progress)
-                moved = True
-                continue
-            chunk = link.chunks[progress.chunk]
-            if landed < (progress.done + chunk.num_bytes if link.is_ordered else link.total):
-                continue
-            progress.digest += self._take(chunk)
-            progress.done += chunk.num_bytes
-            progress.chunk += 1
-            if chunk.is_drained:
-                self._transports[link.transport].credit(f"trainer {link.trainer}", self._tag, chunk.num_bytes)
+            else:
+                self._take_next(progress)
+            progress.ended = time.monotonic()
             moved = True
         return moved
+
+    def _take_next(self, progress: _Progress) -> None:
+        """The next Chunk of a link has landed."""
+        link, chunk = progress.link, progress.link.chunks[progress.chunk]
+        progress.digest += self._take(chunk)
+        progress.done += chunk.num_bytes
+        progress.chunk += 1
+        if chunk.is_drained:
+            self._transports[link.transport].credit(f"trainer {link.trainer}", self._tag, chunk.num_bytes)
 
     def _is_one_pass(self, progress: _Progress) -> bool:
         """Whether all of a link is digested by one launch: on a GPU, when nothing of it was processed before."""
@@ -141,6 +156,13 @@ class Arrivals:
     def is_awaited(self) -> bool:
         """Whether some trainer cannot go on before the next of its Chunks is drained."""
         return any(not each.is_whole and each.link.frees_room(each.chunk) for each in self._progress)
+
+    def reports(self) -> list[ArrivalReport]:
+        """What came from each trainer."""
+        return [
+            ArrivalReport(trainer=each.link.trainer, num_bytes=each.done, seconds=round(each.ended - each.began, 6))
+            for each in self._progress
+        ]
 
     def check(self, parts: Sequence[WriteReport]) -> None:
         """Compare with what trainers report as sent; raises IntegrityError naming those that differ."""

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from weft.config import CompressionPolicy, DigestPolicy, TransferSettings
 from weft.devices import CPU, DeviceWork
 from weft.errors import TransferTimeout, WeftError
-from weft.runtime.control.messages import Failed, Ready, WriteReport, tag_of
+from weft.runtime.control.messages import ArrivalReport, Failed, Ready, WriteReport, tag_of
 from weft.runtime.receive.arrivals import Arrivals, spare_core
 from weft.runtime.receive.landing import ArrivingLink, Landing
 from weft.runtime.receive.modes import Mode
@@ -52,6 +52,8 @@ class Following:
         """What comes, and where it belongs, as the plan says."""
         self._intake = PatchIntake(member, device)
         self._arrivals: Arrivals | None = None
+        self._last: Arrivals | None = None
+        """The version that was followed last."""
         self._parts: list[WriteReport] | None = None
         """What trainers have sent, once they have reported it."""
         self._deadline = 0.0
@@ -164,12 +166,18 @@ class Following:
 
     def stop(self) -> None:
         """Stop following."""
+        self._last = self._arrivals or self._last
         self._arrivals, self._parts = None, None
+
+    def reports(self, version: int) -> list[ArrivalReport]:
+        """What came from each trainer, if the version is the last that was followed."""
+        return self._last.reports() if self._last is not None and self._last.version == version else []
 
     def close(self) -> None:
         """Stop its thread."""
         self._intake.close()
         self.stop()
+        self._last = None
         self.landing = None
 
 

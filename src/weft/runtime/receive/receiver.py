@@ -330,7 +330,8 @@ class Receiver:
     def _has_served(self, version: int) -> None:
         self.last_pause_s = time.monotonic() - self._pause_began
         self._control.listen_closely(for_now=False)
-        self._control.post(Committed(version=version))
+        arrivals = self._following.reports(version)
+        self._control.post(Committed(version=version, pause_s=round(self.last_pause_s, 6), arrivals=arrivals))
 
     def _receive_in_place(self, version: int, timeout_s: float) -> bool:
         """With the lock held: let the writers write and wait for the end; False if nothing was written."""

@@ -1,0 +1,1 @@
+"""Pages for a browser: the dashboard of a fleet, and reports in one file."""
