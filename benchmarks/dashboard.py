@@ -26,11 +26,11 @@ from weft.web.dashboard import serve_dashboard
 
 DOCS = Path(__file__).parent.parent / "docs"
 WATCHED_S = 10.0
-START_S = 120.0
+START_S = 400.0
 SIZES = {"demo": (1500, 1500), "rehearsal": (1500, 2050)}
 COMMANDS = {
-    "demo": ("demo", "--iterations", "150", "--out", "{folder}"),
-    "rehearsal": ("rehearse", "chen-kimi-k2", "--versions", "30", "--events", "{folder}/events.jsonl"),
+    "demo": ("demo", "--iterations", "120", "--out", "{folder}"),
+    "rehearsal": ("rehearse", "chen-kimi-k2", "--versions", "8", "--events", "{folder}/events.jsonl"),
 }
 
 

@@ -15,12 +15,16 @@ from weft.events import Event, Recorder
 from weft.observe.why import explain
 
 _PHASES = {
-    "trainer": (("Want", "Go", "wait for its turn"), ("Go", "Written", "send"), ("Written", "Decide", "be decided")),
+    "trainer": (
+        ("Want", "Go", "wait for its turn"),
+        ("Go", "Written", "send"),
+        ("Written", "Decide", "wait for the decision"),
+    ),
     "engine": (
         ("Expect", "Paused", "pause"),
         ("Expect", "Verify", "receive"),
         ("Verify", "Ready", "verify"),
-        ("Ready", "Decide", "be decided"),
+        ("Ready", "Decide", "wait for the decision"),
         ("Decide", "Committed", "commit"),
     ),
 }

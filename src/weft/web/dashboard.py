@@ -25,7 +25,7 @@ from weft.errors import ConfigError
 from weft.web.following import FollowedFile
 from weft.web.page_file import page_text
 
-LOOK_S = 0.5
+LOOK_S = 1.0
 """How often a page hears of changes, at most."""
 KEEP_ALIVE_S = 15.0
 START_S = 10.0
@@ -54,8 +54,9 @@ def serve_dashboard(bind: str, events: Path) -> Iterator[str]:
     host, port = _parsed(bind)
     token = "" if _is_loopback(host) else secrets.token_urlsafe(16)
     listening = _listen(host, port)
-    config = uvicorn.Config(application(FollowedFile(events), token), log_level="error", lifespan="off")
-    config.timeout_graceful_shutdown = 1  # streams of events never end by themselves
+    over = threading.Event()
+    config = uvicorn.Config(application(FollowedFile(events), token, over), log_level="error", lifespan="off")
+    config.timeout_graceful_shutdown = 3
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, name="weft-dashboard", daemon=True)
     thread.start()
@@ -64,13 +65,14 @@ def serve_dashboard(bind: str, events: Path) -> Iterator[str]:
         shown = f"[{host}]" if ":" in host else host
         yield f"http://{shown}:{listening.getsockname()[1]}/" + (f"?token={token}" if token else "")
     finally:
+        over.set()  # streams of events do not end by themselves
         server.should_exit = True
         thread.join(START_S)
         listening.close()
 
 
-def application(story: FollowedFile, token: str) -> Any:
-    """The web application; with a token, requests without it are refused."""
+def application(story: FollowedFile, token: str, over: threading.Event) -> Any:
+    """The web application; with a token, requests without it are refused. `over`: streams end."""
     from starlette.applications import Starlette  # noqa: PLC0415 - an extra
     from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse  # noqa: PLC0415
     from starlette.routing import Route  # noqa: PLC0415
@@ -107,7 +109,7 @@ def application(story: FollowedFile, token: str) -> Any:
         return JSONResponse(found, headers=_HEADERS)
 
     def stream(request: Any) -> Any:
-        return StreamingResponse(_changes(story, request), media_type="text/event-stream", headers=_HEADERS)
+        return StreamingResponse(_changes(story, request, over), media_type="text/event-stream", headers=_HEADERS)
 
     def guarded(answer: Any) -> Any:
         return lambda request: refused(request) or answer(request)
@@ -123,11 +125,11 @@ def application(story: FollowedFile, token: str) -> Any:
     return Starlette(routes=[Route(path, guarded(answer)) for path, answer in routes.items()])
 
 
-async def _changes(story: FollowedFile, request: Any) -> AsyncIterator[str]:
+async def _changes(story: FollowedFile, request: Any, over: threading.Event) -> AsyncIterator[str]:
     """The state, whenever it has changed, as server-sent events."""
     known: tuple[int, int] | None = None
     quiet_since = time.monotonic()
-    while not await request.is_disconnected():
+    while not over.is_set() and not await request.is_disconnected():
         found = await asyncio.to_thread(story.revision)
         if found != known:
             known, quiet_since = found, time.monotonic()

@@ -278,7 +278,7 @@ def timeline_spec(version: Facts, *, mark: str = "") -> dict[str, Any]:
     spans = [
         span
         for span in version["spans"]
-        if span["lane"] != "chain" and span["member"] != "controller" and span["name"] != "write"
+        if span["lane"] != "chain" and span["member"] != "controller" and not span["peer"]
     ]
     busy: dict[str, float] = {}
     for span in spans:
@@ -300,7 +300,7 @@ def timeline_spec(version: Facts, *, mark: str = "") -> dict[str, Any]:
 
 
 def _waits(span: Facts) -> bool:
-    return str(span["name"]).startswith(("wait", "be "))
+    return str(span["name"]).startswith("wait")
 
 
 def _matrix_spec(links: Sequence[Facts]) -> dict[str, Any]:
@@ -311,8 +311,8 @@ def _matrix_spec(links: Sequence[Facts]) -> dict[str, Any]:
         "unit": "MB",
         "x_name": "engine rank",
         "y_name": "trainer",
-        "columns": [f"engine {rank}" for rank in engines],
-        "rows": [f"trainer {rank}" for rank in trainers],
+        "columns": [str(rank) for rank in engines],
+        "rows": [str(rank) for rank in trainers],
         "cells": [
             [
                 column[link["engine"]],

@@ -61,26 +61,27 @@ const weftCharts = (() => {
     const {axis, ...rest} = base();
     const rows = [...new Set(spec.bars.map(bar => bar.row))], names = [...new Set(spec.bars.map(bar => bar.name))];
     const red = colour("--red");
-    const item = (params, api) => {
-      const bar = spec.bars[params.dataIndex], [x, y] = api.coord([bar.start, rows.indexOf(bar.row)]);
+    const item = bars => (params, api) => {
+      const bar = bars[params.dataIndex], [x, y] = api.coord([bar.start, rows.indexOf(bar.row)]);
       const [end] = api.coord([bar.end, 0]), height = Math.max(api.size([0, 1])[1] * .72, 1.5);
       const shape = echarts.graphic.clipRectByRect({x, y: y - height / 2, width: Math.max(end - x, 1.5), height}, params.coordSys);
       return shape && {type: "rect", shape, style: {fill: stage(bar, names.indexOf(bar.name)), opacity: bar.is_waiting ? .35 : .95,
         stroke: bar.is_critical ? red : "none", lineWidth: bar.is_critical ? 2 : 0}};
     };
     const zooms = rows.length > 45 ? [{type: "slider", yAxisIndex: 0, width: 12, right: 2}] : [];
-    return {...rest, legend: {show: false},
-      grid: {...rest.grid, top: 8, right: rows.length > 45 ? 30 : 18, bottom: 26},
-      tooltip: {...rest.tooltip, formatter: ({dataIndex}) => {
-        const bar = spec.bars[dataIndex];
+    const byName = names.map(name => spec.bars.filter(bar => bar.name === name));
+    return {...rest,
+      grid: {...rest.grid, top: 30, right: rows.length > 45 ? 30 : 18, bottom: 26},
+      tooltip: {...rest.tooltip, formatter: ({seriesIndex, dataIndex}) => {
+        const bar = byName[seriesIndex][dataIndex];
         const note = bar.note ? `<br>${text(bar.note)}` : "";
         return `<b>${text(bar.row)}</b>: ${text(bar.name)}<br>${number(bar.start)} – ${number(bar.end)} ${spec.unit} (${number(bar.end - bar.start)} ${spec.unit})${note}`;
       }},
       dataZoom: [{type: "inside", xAxisIndex: 0}, ...zooms],
-      xAxis: {...axis, type: "value", name: spec.unit, nameLocation: "middle", nameGap: 24, min: "dataMin"},
+      xAxis: {...axis, type: "value", name: spec.unit, nameLocation: "middle", nameGap: 24, min: Math.min(0, ...spec.bars.map(bar => bar.start))},
       yAxis: {...axis, type: "category", data: rows, inverse: true, splitLine: {show: false}, axisTick: {show: false}},
-      series: [{type: "custom", renderItem: item, encode: {x: [1, 2], y: 0}, clip: true,
-        data: spec.bars.map(bar => [rows.indexOf(bar.row), bar.start, bar.end])}],
+      series: byName.map((bars, rank) => ({type: "custom", name: names[rank], renderItem: item(bars), encode: {x: [1, 2], y: 0},
+        clip: true, itemStyle: {color: stage(bars[0], rank)}, data: bars.map(bar => [rows.indexOf(bar.row), bar.start, bar.end])})),
     };
   }
 
@@ -88,13 +89,13 @@ const weftCharts = (() => {
     const {axis, ...rest} = base();
     const most = Math.max(...spec.cells.map(cell => cell[2]), 0);
     return {...rest, legend: {show: false},
-      grid: {...rest.grid, top: 8, bottom: 60},
-      tooltip: {...rest.tooltip, formatter: ({data}) => `${text(spec.rows[data[1]])} → ${text(spec.columns[data[0]])}<br><b>${number(data[2])} ${spec.unit}</b>${data[3] ? "<br>" + text(data[3]) : ""}`},
+      grid: {...rest.grid, left: 30, top: 8, bottom: 60},
+      tooltip: {...rest.tooltip, formatter: ({data}) => `${text(spec.y_name)} ${text(spec.rows[data[1]])} → ${text(spec.x_name)} ${text(spec.columns[data[0]])}<br><b>${number(data[2])} ${spec.unit}</b>${data[3] ? "<br>" + text(data[3]) : ""}`},
       xAxis: {...axis, type: "category", data: spec.columns, name: spec.x_name, nameLocation: "middle", nameGap: 24, splitArea: {show: false}},
-      yAxis: {...axis, type: "category", data: spec.rows, name: spec.y_name, inverse: true},
-      visualMap: {min: 0, max: most || 1, calculable: false, orient: "horizontal", left: "center", bottom: 0, itemHeight: 140, itemWidth: 10,
+      yAxis: {...axis, type: "category", data: spec.rows, name: spec.y_name, nameLocation: "middle", nameGap: 34, inverse: true},
+      visualMap: {dimension: 2, min: 0, max: most || 1, calculable: false, orient: "horizontal", left: "center", bottom: 0, itemHeight: 140, itemWidth: 10,
         textStyle: {color: colour("--soft")}, text: [`${number(most)} ${spec.unit}`, "0"], inRange: {color: [colour("--low"), colour("--high")]}},
-      series: [{type: "heatmap", data: spec.cells, progressive: 4000, itemStyle: {borderWidth: 0}, emphasis: {itemStyle: {borderColor: colour("--ink"), borderWidth: 1}}}],
+      series: [{type: "heatmap", data: spec.cells, progressive: 4000, itemStyle: {borderWidth: spec.cells.length < 400 ? 1 : 0, borderColor: colour("--card")}, emphasis: {itemStyle: {borderColor: colour("--ink"), borderWidth: 1}}}],
     };
   }
 

@@ -7,7 +7,7 @@ const {draw, text, number} = weftCharts;
 let state = null, chosen = null, shown = null, isFollowing = true, showsAll = false, shownLinks = "";
 
 const ms = seconds => seconds >= 1 ? `${seconds.toFixed(2)} s` : `${(seconds * 1e3).toFixed(1)} ms`;
-const bytes = value => value >= 1e9 ? `${(value / 1e9).toFixed(2)} GB` : value >= 1e6 ? `${(value / 1e6).toFixed(2)} MB` : `${value} B`;
+const bytes = value => value >= 1e9 ? `${(value / 1e9).toFixed(2)} GB` : value >= 1e4 ? `${(value / 1e6).toFixed(2)} MB` : `${value} B`;
 const rate = (size, seconds) => seconds ? `${number(size / seconds / 1e9)} GB/s` : "–";
 const median = values => values.length ? [...values].sort((a, b) => a - b)[values.length >> 1] : null;
 const clock = at => new Date(at * 1e3).toLocaleTimeString();
@@ -19,12 +19,14 @@ async function fetched(path) {
 }
 
 function show(next) {
+  const before = state;
+  const isNew = part => !before || JSON.stringify(before[part]) !== JSON.stringify(next[part]);
   state = next;
   showHead();
   showCards();
-  showHistory();
-  showFleet();
-  showFailures();
+  if (isNew("versions") || isNew("plan")) showHistory();
+  if (isNew("members")) showFleet();
+  if (isNew("failures")) showFailures();
   showMatrix();
   const last = state.versions.at(-1);
   if (last && (isFollowing || chosen === null)) choose(last.version);
@@ -73,7 +75,7 @@ function showFleet() {
   const hosts = new Set(state.members.map(member => member.host));
   find("fleet-note").textContent = `${hosts.size} host${hosts.size === 1 ? "" : "s"}`;
   find("fleet").innerHTML = Object.entries(sides).map(([side, members]) =>
-    `<h3>${members.length} ${side === "engine" ? "engine ranks: version served" : "trainers: last version written"}</h3>` + members.map(member => {
+    `<h3>${members.length} ${side === "engine" ? "engine rank" : "trainer"}${members.length === 1 ? "" : "s"}: ${side === "engine" ? "version served" : "last version written"}</h3>` + members.map(member => {
       const kind = member.state === "joined" ? (member.staleness > 0 ? "stale" : "") : member.state;
       const note = [member.name, member.state, member.reason, member.host, member.device, member.staleness > 0 ? `${member.staleness} versions behind` : ""];
       return `<span class="member ${kind}" title="${text(note.filter(Boolean).join(", "))}">${text(member.name.split(" ")[1])}: ${member.version ?? "–"}${kind === "lost" ? " lost" : ""}</span>`;
@@ -94,7 +96,7 @@ async function showMatrix() {
   const row = new Map(trainers.map((rank, at) => [rank, at])), column = new Map(engines.map((rank, at) => [rank, at]));
   draw(find("matrix"), {
     kind: "matrix", unit: "MB", x_name: "engine rank", y_name: "trainer",
-    columns: engines.map(rank => `engine ${rank}`), rows: trainers.map(rank => `trainer ${rank}`),
+    columns: engines.map(String), rows: trainers.map(String),
     cells: links.map(link => [column.get(link.engine), row.get(link.trainer), link.planned / 1e6, link.transport]),
   });
 }
@@ -121,7 +123,7 @@ function showVersion() {
 
 function showTimeline() {
   const critical = new Set(shown.chain.map(cause => cause.member));
-  const spans = shown.spans.filter(span => span.lane !== "chain" && span.member !== "controller" && span.name !== "write");
+  const spans = shown.spans.filter(span => span.lane !== "chain" && span.member !== "controller" && !span.peer);
   const busy = new Map();
   for (const span of spans) if (!isWaiting(span)) busy.set(span.member, (busy.get(span.member) ?? 0) + span.duration_s);
   const names = [...busy.keys()];
@@ -137,7 +139,7 @@ function showTimeline() {
   if (bars.length) draw(find("timeline"), {kind: "timeline", unit: "ms", bars});
 }
 
-function isWaiting(span) { return span.name.startsWith("wait") || span.name.startsWith("be "); }
+function isWaiting(span) { return span.name.startsWith("wait"); }
 
 function showLinks() {
   const slowest = [...shown.links].sort((a, b) => (b.sent_s ?? 0) - (a.sent_s ?? 0)).slice(0, MOST_LINKS);
