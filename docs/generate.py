@@ -14,6 +14,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import scaling_tables
 from settings_tables import settings_table
 
 ROOT = Path(__file__).parent.parent
@@ -30,6 +31,10 @@ RL = json.loads((ROOT / "benchmarks/results/rl.json").read_text())
 RL_GPU = json.loads((ROOT / "benchmarks/results/rl_h200.json").read_text())
 VLLM = json.loads((ROOT / "benchmarks/results/vllm.json").read_text())
 COMPILE = json.loads((ROOT / "benchmarks/results/compile.json").read_text())
+SCALING = json.loads((ROOT / "benchmarks/results/scaling.json").read_text())
+OBSERVING = json.loads((ROOT / "benchmarks/results/observing.json").read_text())
+MANY_TENSORS = json.loads((ROOT / "benchmarks/results/many_tensors.json").read_text())
+REHEARSALS = json.loads((ROOT / "benchmarks/results/rehearsals.json").read_text())
 SPARSITY = json.loads((ROOT / "benchmarks/results/sparsity.json").read_text())
 FILES = (
     "README.md",
@@ -40,6 +45,9 @@ FILES = (
     "docs/transfer.md",
     "docs/codec.md",
     "docs/settings.md",
+    "docs/lab.md",
+    "docs/rehearse.md",
+    "docs/watching.md",
 )
 
 
@@ -511,7 +519,66 @@ def _rl_machine(report: dict[str, Any]) -> str:
     return f"Measured on {found['cores']} cores of {found['cpu']}."
 
 
+def scaling() -> str:
+    """Rates over the number of sending hosts."""
+    found = SCALING["sweep"]
+    what = f"{found['model']} model, {found['num_bytes'] / 1e6:.0f} MB a version, NICs of {found['nic']}"
+    return f"{table(*scaling_tables.sweep(SCALING))}\n\nMeasured: {what}. {_rl_machine(SCALING)}"
+
+
+def observing() -> str:
+    """What watching costs, in a sentence."""
+    parts = [
+        f"{row['case']}: {row['off_ms']:.2f} ms a version, {row['on_ms']:.2f} ms with events and metrics "
+        f"({row['ratio']:.3f}×), {row['dashboard_ms']:.2f} ms with the dashboard as well"
+        for row in OBSERVING["rows"]
+    ]
+    return f"{'; '.join(parts)}; medians of versions in turn. {_rl_machine(OBSERVING)}"
+
+
+def rehearsals() -> str:
+    """Control planes of large runs, on one machine."""
+    header = ("case", "members", "ready after", "longest silence", "shipped to one member", "CPU per version", "memory")
+    cells = [
+        (
+            f"`{row['name']}`",
+            f"{row['num_trainers']} → {row['num_engine_ranks']}",
+            f"{row['planned_s']:.0f} s",
+            f"{row['longest_silence_s']:.2f} s",
+            f"{row['max_shipped_bytes'] / 2**20:.2f} MiB",
+            f"{row['controller_cpu_ms_per_version']:.0f} ms",
+            f"{row['peak_rss_bytes'] / 2**30:.1f} GiB",
+        )
+        for row in REHEARSALS["rows"]
+    ]
+    return f"{table(header, cells)}\n\nCPU time is the controller's. {_rl_machine(REHEARSALS)}"
+
+
+def many_tensors() -> str:
+    """Small tensors, by number."""
+    header = ("tensors", "engines hold", "trainers → engines", "first commit", "a version", "per tensor")
+    cells = [
+        (
+            f"{row['tensors']:,}",
+            row["precision"].upper(),
+            f"{row['trainers']} → {row['engines']}",
+            f"{row['first_commit_s']:.1f} s",
+            f"{row['version_s'] * 1e3:.0f} ms",
+            f"{row['version_us_per_tensor']:.2f} µs",
+        )
+        for row in MANY_TENSORS["rows"]
+    ]
+    return f"{table(header, cells)}\n\n{_rl_machine(MANY_TENSORS)}"
+
+
 BLOCKS = {
+    "scaling": scaling,
+    "scaling-summary": lambda: scaling_tables.summary(SCALING),
+    "scaling-nics": lambda: table(*scaling_tables.nics(SCALING)),
+    "cut-host": lambda: scaling_tables.cut_host(SCALING),
+    "observing": observing,
+    "rehearsals": rehearsals,
+    "many-tensors": many_tensors,
     "rl-demo": rl_demo,
     "rl-gpu": rl_gpu,
     "rl-methods": rl_methods,

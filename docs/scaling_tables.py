@@ -24,17 +24,17 @@ def sweep(found: dict[str, Any]) -> Table:
     )
     rows = found["sweep"]["rows"]
     sockets = {row["num_senders"]: row["gb_per_s"] for row in rows if row["method"] == "plain sockets"}
-    return header, [_sweep_row(row, sockets[row["num_senders"]]) for row in rows]
+    return header, [_sweep_row(row, sockets.get(row["num_senders"])) for row in rows]
 
 
-def _sweep_row(row: dict[str, Any], sockets: float) -> tuple[str, ...]:
+def _sweep_row(row: dict[str, Any], sockets: float | None) -> tuple[str, ...]:
     return (
         row["method"],
         str(row["num_senders"]),
         f"{row['seconds']:.2f} s",
         "" if row["predicted_s"] is None else f"{row['predicted_s']:.2f} s",
         f"{row['gb_per_s'] * 1e3:.1f} MB/s",
-        f"{row['gb_per_s'] / sockets:.2f}",
+        f"{row['gb_per_s'] / sockets:.2f}" if sockets is not None else "",
         f"{row['planned_bytes'] / 1e6:.1f} MB" if row["planned_bytes"] else "",
         f"{row['sent_bytes'] / 1e6:.1f} MB",
         f"{row['cpu_share']:.0%}",

@@ -54,6 +54,11 @@ class Cast:
             self._running[number].pipe.send((method, arguments))
         return self._collect(asked)
 
+    def processes(self) -> list[int]:
+        """Their numbers, as the kernel knows them; for any thread."""
+        running = [*self._running.copy().values(), *([self._probe] if self._probe is not None else [])]
+        return [found.process.pid for found in running if found.process.pid is not None]
+
     def _run(self, target: Any, *arguments: Any) -> _Running:
         ours, theirs = self._context.Pipe()
         process = self._context.Process(target=target, args=(theirs, *arguments), daemon=True)

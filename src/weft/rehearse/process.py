@@ -16,7 +16,6 @@ from typing import Any
 
 from weft.core.case import Case, lay_out
 from weft.errors import TransferTimeout, WeftError
-from weft.observe.memory import peak_rss_bytes
 from weft.rehearse.members import RehearsedReceiver, RehearsedSender, rehearsed_place
 from weft.rehearse.transport import Board, CountingTransport
 from weft.rehearse.weights import EngineWeights, TrainerWeights
@@ -112,10 +111,6 @@ class Troupe:
             "num_writes": sum(transport.num_writes for transport in transports),
             "num_bytes": sum(transport.num_bytes for transport in transports),
         }
-
-    def peak_rss_bytes(self) -> int:
-        """Peak memory of this process."""
-        return peak_rss_bytes()
 
     def _step(self) -> None:
         """The engines: all count steps by one clock, and commit at the agreed step."""

@@ -17,7 +17,7 @@ from typing import Any
 from weft.config import LARGEST_CHUNK, TransferSettings
 from weft.core.case import Case, case_cluster, case_ranks
 from weft.errors import ConfigError, TransferTimeout
-from weft.observe.memory import peak_rss_bytes
+from weft.observe.memory import PeakMemory, peak_rss_bytes
 from weft.rehearse.cast import Cast
 from weft.rehearse.process import Name, TroupeSetup, divided, raise_file_limit
 from weft.rehearse.transport import STANDS_FOR, Board
@@ -59,7 +59,7 @@ class RehearsalReport:
     magnitude_bytes: int
     """Magnitudes of FP8 blocks that trainers exchanged for a version."""
     controller_cpu_ms_per_version: float
-    """Of its whole process, heartbeats not counted."""
+    """Of its thread, for messages other than heartbeats."""
     heartbeat_cpu_share: float
     """Share of one core that heartbeats take."""
     num_writes: int
@@ -67,7 +67,7 @@ class RehearsalReport:
     bytes_per_version: int
     controller_rss_bytes: int
     peak_rss_bytes: int
-    """Sum of the peak memory of all processes."""
+    """The most that all processes had at one moment, looked at twice a second."""
     num_killed: int = 0
     noticed_s: float = 0.0
     """From the loss of members until the controller had noticed all."""
@@ -134,7 +134,7 @@ class _Rehearsal:
 
     def run(self, num_versions: int) -> RehearsalReport:
         """All of it."""
-        with self._controller as controller:
+        with self._controller as controller, PeakMemory(self._cast.processes) as memory:
             self._cast.watch(controller.address)
             self._plan()
             silent_s = self._cast.longest_silence_s()
@@ -142,9 +142,7 @@ class _Rehearsal:
             if self._victims:
                 self._lose_and_return(num_versions)
             self._facts["longest_silence_s"] = max(silent_s, self._cast.longest_silence_s())
-            peaks = self._cast.ask("peak_rss_bytes")
-            own = peak_rss_bytes()
-        return RehearsalReport(**self._facts, controller_rss_bytes=own, peak_rss_bytes=own + sum(peaks))
+        return RehearsalReport(**self._facts, controller_rss_bytes=peak_rss_bytes(), peak_rss_bytes=memory.peak_bytes)
 
     def _plan(self) -> None:
         """Let all members join and compile their parts."""
@@ -171,31 +169,28 @@ class _Rehearsal:
     def _publish(self, num_versions: int) -> None:
         """Commit versions; the first one is not counted, because trainers name their blocks in it."""
         self._say("versions")
-        beat_s, share = self._heartbeat_cost()
+        share = self._heartbeat_share()
         self._commit(0)
-        num_beats, used = self._controller.statistics().num_beats, time.process_time()
+        used = self._controller.statistics().cpu_s
         for version in range(1, num_versions + 1):
             counted = self._commit(version)
-        used = time.process_time() - used
         known = self._controller.statistics()
-        used -= beat_s * (known.num_beats - num_beats)
         self._facts |= {
             "num_versions": num_versions,
             "version_s": known.last_version_s,
             "magnitude_bytes": known.last_magnitude_bytes,
-            "controller_cpu_ms_per_version": used * 1e3 / num_versions,
+            "controller_cpu_ms_per_version": (known.cpu_s - used) * 1e3 / num_versions,
             "heartbeat_cpu_share": share,
             "num_writes": counted,
             "planned_writes": known.writes_per_version,
             "bytes_per_version": known.bytes_per_version,
         }
 
-    def _heartbeat_cost(self) -> tuple[float, float]:
-        """CPU time of a heartbeat, and of a second in which members send only heartbeats."""
-        num_beats, used = self._controller.statistics().num_beats, time.process_time()
+    def _heartbeat_share(self) -> float:
+        """CPU time of a second in which members send only heartbeats."""
+        used = time.process_time()
         time.sleep(IDLE_S)
-        used = time.process_time() - used
-        return used / max(self._controller.statistics().num_beats - num_beats, 1), used / IDLE_S
+        return (time.process_time() - used) / IDLE_S
 
     def _commit(self, version: int) -> int:
         """Commit a version everywhere; returns the counted writes."""

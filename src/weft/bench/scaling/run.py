@@ -76,14 +76,14 @@ class Run:
         return self._fleet.precision == "fp8"
 
     def sockets(self) -> float:
-        """Plain sockets between the same hosts; returns the bytes per second and bounding host."""
+        """Plain sockets between the same hosts, over their first NICs; returns the bytes per second of one."""
         total = self._plan_at(self._nic_bytes_per_s).total_bytes
         self._measure("plain sockets", lambda: self._stream(total), num_bytes=total, is_verified=False)
         return total / self.rows[-1].seconds / self._fleet.num_bound
 
     def dense(self, socket_rate: float, *, method: str = "weft", rebalance: bool = False) -> None:
-        """Whole versions. `socket_rate`: what plain sockets reached for each bounding host."""
-        plan = self._plan_at(socket_rate / self._case.num_nics)
+        """Whole versions. `socket_rate`: what plain sockets reached over one NIC."""
+        plan = self._plan_at(socket_rate)
         with OpenFleet(self._processes, TransferSettings(transport="nixl", version_s=VERSION_S), rebalance=rebalance):
             if rebalance:
                 for _ in range(REPLAN_VERSIONS):
@@ -93,7 +93,7 @@ class Run:
 
     def patches(self, socket_rate: float) -> None:
         """Versions in which one percent is new."""
-        plan = self._plan_at(socket_rate / self._case.num_nics)
+        plan = self._plan_at(socket_rate)
         settings = TransferSettings(transport="nixl", version_s=VERSION_S, delta=DeltaPolicy.ON)
         with OpenFleet(self._processes, settings):
             self._whole_version()  # the first one is sent whole

@@ -58,6 +58,8 @@ class Received:
     """A message of the union, or `Invalid`."""
     key: str = ""
     """The public key the connection was authenticated with; empty without keys."""
+    cpu_s: float = 0.0
+    """Processor time it took to read."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -134,8 +134,10 @@ class Server:
         self._forget_unfinished()
         num_dropped = 0
         while self._is_readable(deadline):
+            began = time.thread_time()
             received = self._take()
             if received is not None:
+                received = replace(received, cpu_s=time.thread_time() - began)
                 self._statistics.num_received += 1
                 self._spin_until = time.monotonic() + self.spin_s
                 return received

@@ -103,6 +103,8 @@ class ControllerStatistics:
     """Bytes trainers exchanged for it, to agree on FP8 scales."""
     num_beats: int
     """Heartbeats that were answered."""
+    cpu_s: float
+    """Processor time of its thread for messages other than heartbeats: reading, deciding, answering."""
     num_plans: int
     """Plans that were made."""
     plan_s: float
@@ -181,7 +183,7 @@ class Controller:
         self._journal = Journal(None if events is None else Path(events))
         self._timelines = Timelines(self._journal)
         self._name = secrets.token_hex(8)
-        self._next_look, self._num_beats = 0.0, 0
+        self._next_look, self._num_beats, self._cpu_s = 0.0, 0, 0.0
         self._status = ""
         """What has to happen before versions can be written."""
         self._stalled: set[MemberId] = set()
@@ -269,6 +271,7 @@ class Controller:
             last_wire_bytes=versions.last_wire_bytes,
             last_magnitude_bytes=versions.last_magnitude_bytes,
             num_beats=self._num_beats,
+            cpu_s=self._cpu_s,
             num_plans=self._planner.num_plans,
             plan_s=rounds.plan_s,
             ship_s=rounds.ship_s,
@@ -299,7 +302,10 @@ class Controller:
                     received = self._server.receive(0.0 if number else POLL_S)
                     if received is None:
                         break
+                    began = time.thread_time()
                     self._handle_safely(received.sender, received.message)
+                    if not isinstance(received.message, Beat):
+                        self._cpu_s += received.cpu_s + time.thread_time() - began
                 self._rounds.take_planned()
                 self._look_at_clocks()
         finally:

@@ -30,7 +30,7 @@ class Journal:
     def __init__(self, path: Path | None) -> None:
         self._encode = msgspec.json.Encoder().encode
         try:
-            self._file = None if path is None else path.open("ab")
+            self._file = None if path is None else path.open("ab", buffering=0)
         except OSError as error:
             raise ConfigError(f"events cannot be written to `{path}`: {error}") from error
 
@@ -45,7 +45,6 @@ class Journal:
             return
         try:
             self._file.write(self._encode({"at": time.time(), **facts}) + b"\n")
-            self._file.flush()
         except OSError as error:
             log.warning("events are no longer written: %s", error)
             self.close()
