@@ -36,12 +36,13 @@ def test_all_methods_are_measured_and_verified(tmp_path):
     rows = {row["method"]: row for row in report["rows"]}
     assert all(set(row) >= FIELDS for row in report["rows"])
     assert {name for name, row in rows.items() if row["verified"] is not True} == {"plain sockets"}
-    assert len(rows) == 7
+    assert len(rows) == 9
     assert rows["weft"]["predicted_s"] > 0
     assert rows["weft"]["sent_bytes"] > report["num_bytes"], "every byte crosses the NICs"
     assert rows["weft, 1% changed"]["sent_bytes"] < report["num_bytes"] / 10
     assert rows["gather to rank 0, broadcast (Gloo)"]["sent_bytes"] > report["num_bytes"]
     assert rows["weft, FP8 engines"]["planned_bytes"] < 0.7 * 2 * report["num_bytes"], "two engines; embeddings in BF16"
-    for name in ("weft", "weft, FP8 engines"):
+    assert 1.9 < rows["weft, BF16 replicas"]["planned_bytes"] / report["num_bytes"] < 2
+    for name in ("weft", "weft, BF16 replicas", "weft, expert-parallel ranks of a MoE", "weft, FP8 engines"):
         assert rows[name]["planned_bytes"] < rows[name]["sent_bytes"] < 1.2 * rows[name]["planned_bytes"]
     assert "plain sockets" in (tmp_path / "plot.svg").read_text()

@@ -176,7 +176,7 @@ def test_a_report_draws_its_charts(browser, tmp_path):
     page = write_page(report_of(events), tmp_path / "report.html")
     requests(browser)
     browser.get(page.as_uri())
-    assert len(browser.find_elements("css selector", ".chart:has(canvas)")) == 3
+    until(browser, lambda: len(browser.find_elements("css selector", ".chart:has(canvas)")) == 3)
     width = browser.execute_script("return document.querySelector('.wide').getBoundingClientRect().width / innerWidth")
     assert width > 0.9, "it uses the width of the window"
     assert all(each.startswith(("file:", "data:")) for each in requests(browser))
@@ -222,31 +222,33 @@ def test_wrong_addresses_are_named(tmp_path, bind):
         pass
 
 
-def test_a_controller_serves_its_dashboard(tmp_path):
-    command = [sys.executable, "-m", "weft", "controller", "--trainers", "1", "--engine-ranks", "1"]
-    command += ["--bind", "tcp://127.0.0.1:*", "--dashboard", "127.0.0.1:0"]
+@contextlib.contextmanager
+def serving(*arguments: str) -> Iterator[tuple[Any, str, str]]:
+    """A command that serves the dashboard: its process, what it said, and the address."""
+    command = [sys.executable, "-m", "weft", *arguments]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
-        assert process.stderr is not None
-        said = ""
-        while "dashboard at" not in said:
-            line = process.stderr.readline()
-            assert line, said
-            said += line
-        address = said.split("dashboard at ")[1].strip()
+        try:
+            assert process.stderr is not None
+            said = ""
+            while "dashboard at" not in said:
+                line = process.stderr.readline()
+                assert line, said
+                said += line
+            yield process, said, said.split("dashboard at ")[1].strip()
+        finally:
+            process.kill()
+
+
+def test_a_controller_serves_its_dashboard():
+    command = ["controller", "--trainers", "1", "--engine-ranks", "1", "--bind", "tcp://127.0.0.1:*"]
+    with serving(*command, "--dashboard", "127.0.0.1:0") as (process, _, address):
         assert json.loads(answer(f"{address}api/state")[1])["controller"]["trainers"] == 1
         process.send_signal(signal.SIGINT)
         assert process.wait(WAIT_S) == 0
 
 
 def test_a_file_that_does_not_exist_yet_is_said(tmp_path):
-    command = [sys.executable, "-m", "weft", "dashboard", str(tmp_path / "events.jsonl"), "--bind", "127.0.0.1:0"]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
-        assert process.stderr is not None
-        said = ""
-        while "dashboard at" not in said:
-            line = process.stderr.readline()
-            assert line, said
-            said += line
+    with serving("dashboard", str(tmp_path / "events.jsonl"), "--bind", "127.0.0.1:0") as (process, said, _):
         assert "does not exist yet" in said
         process.send_signal(signal.SIGTERM)
         assert process.wait(WAIT_S) == 0

@@ -26,6 +26,7 @@ def dashboard_command(
         signal.signal(number, lambda *_: stop.set())
     with serve_dashboard(bind, events) as address:
         if not events.exists():
-            err.print(f"`{escape(str(events))}` does not exist yet: waiting for a controller to write it")
+            missing = f"`{escape(str(events))}` does not exist yet: waiting for a controller to write it"
+            err.print(missing, soft_wrap=True)
         err.print(f"dashboard at {address}", soft_wrap=True)
         stop.wait()
