@@ -15,6 +15,7 @@ from weft.runtime.compile.member_plans import Opening
 from weft.runtime.control.held import HeldShard, HeldTable
 from weft.runtime.control.member_id import MemberId
 from weft.runtime.control.messages import (
+    ArrivalReport,
     Beat,
     Committed,
     Join,
@@ -30,6 +31,7 @@ from weft.runtime.control.messages import (
     Written,
 )
 from weft.runtime.controller.admission import (
+    check_committed,
     check_join,
     check_magnitudes,
     check_opened,
@@ -245,3 +247,26 @@ def test_whole_versions_are_asked_for_only_where_patches_are_sent():
     for wrong in ([7], [1, 1]):
         with pytest.raises(ProtocolError, match="expected a subset of"):
             check_written(0, Written(version=1, parts=[], losses=[], whole=wrong), {0, 1}, None)
+
+
+def arrived(trainer: int = 0, num_bytes: int = 8, seconds: float = 0.1) -> ArrivalReport:
+    return ArrivalReport(trainer=trainer, num_bytes=num_bytes, seconds=seconds)
+
+
+@pytest.mark.parametrize(
+    ("pause_s", "arrivals"),
+    [
+        (-1.0, []),
+        (float("nan"), []),
+        (0.0, [arrived(seconds=float("inf"))]),
+        (0.0, [arrived(seconds=-0.1)]),
+        (0.0, [arrived(num_bytes=-1)]),
+        (0.0, [arrived(trainer=2)]),
+        (0.0, [arrived(trainer=-1)]),
+        (0.0, [arrived(), arrived()]),
+    ],
+)
+def test_arrivals_that_cannot_be(pause_s, arrivals):
+    check_committed(0, Committed(version=1, pause_s=0.1, arrivals=[arrived(0), arrived(1)]), 2)
+    with pytest.raises(ProtocolError, match="engine 0"):
+        check_committed(0, Committed(version=1, pause_s=pause_s, arrivals=arrivals), 2)

@@ -24,7 +24,7 @@ from weft.runtime.control.addresses import is_address
 from weft.runtime.control.held import HeldTable
 from weft.runtime.control.keys import is_key
 from weft.runtime.control.member_id import MemberId
-from weft.runtime.control.messages import FromEngine, FromTrainer, Join, Opened, Written, unpack
+from weft.runtime.control.messages import Committed, FromEngine, FromTrainer, Join, Opened, Written, unpack
 
 MAX_SHARDS = 1_000_000
 MAX_RUNS = 1 << 22
@@ -207,6 +207,16 @@ def check_numbers(*, num_trainers: int, num_engine_ranks: int, ranks_per_engine:
             f"in engines of {ranks_per_engine}",
             hint="at least one of each, and a whole number of engines",
         )
+
+
+def check_committed(engine: int, message: Committed, num_trainers: int) -> None:
+    """Raise unless an engine rank reports something that is possible."""
+    trainers = [part.trainer for part in message.arrivals]
+    if len(set(trainers)) != len(trainers) or not set(trainers) <= set(range(num_trainers)):
+        raise ProtocolError(f"engine {engine} received something from trainers {sorted(trainers)[:8]}")
+    spent = [message.pause_s, *(part.seconds for part in message.arrivals)]
+    if not all(0 <= seconds < MAX_SECONDS for seconds in spent) or any(part.num_bytes < 0 for part in message.arrivals):
+        raise ProtocolError(f"engine {engine} reported invalid arrivals")
 
 
 def check_written(trainer: int, message: Written, engines: Collection[int], owed: Mapping[int, int] | None) -> None:

@@ -59,6 +59,7 @@ from weft.runtime.control.messages import (
 from weft.runtime.control.security import Security, server_keys
 from weft.runtime.control.server import Server
 from weft.runtime.controller.admission import (
+    check_committed,
     check_join,
     check_numbers,
     check_side,
@@ -411,6 +412,7 @@ class Controller:
                 self._versions.ready(rank, version)
             case Committed(version=version):
                 self._versions.check_known(member, version, "serves")
+                check_committed(rank, message, self._membership.num["trainer"])
                 self._versions.committed_by(rank, version)
 
     def _expel(self, connection: str, how: str) -> None:

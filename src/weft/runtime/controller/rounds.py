@@ -229,6 +229,7 @@ class Rounds:
             may_return = known.join.side == "engine"
             self._send(member, Refused(reason=str(error), hint=error.hint or "", may_return=may_return))
             self._membership.settled.add(known.incarnation)  # no version is under way
+            self._journal.write(member=str(member), state="lost", reason=f"was refused: {error}")
         self._membership.remove_all()
         self._planner.give_up()
         self._versions.forget_members()

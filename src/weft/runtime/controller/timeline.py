@@ -11,6 +11,7 @@ trainer, engine rank, bytes, seconds. Belongs to the controller's thread.
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import dataclass, field
 from typing import Any
@@ -39,11 +40,13 @@ class _Version:
         """A message came or went."""
         self.moments.append((round(time.monotonic() - self.began, 6), type(message).__name__, str(member)))
         if isinstance(message, Written):
-            self.writes += [(part.trainer, part.engine, part.num_bytes, part.seconds) for part in message.parts]
+            self.writes += [(part.trainer, part.engine, part.num_bytes, _sane(part.seconds)) for part in message.parts]
             self.stages[str(member)] = message.stages
         elif isinstance(message, Committed):
-            self.arrivals += [(part.trainer, member.rank, part.num_bytes, part.seconds) for part in message.arrivals]
-            self.pauses[str(member)] = message.pause_s
+            self.arrivals += [
+                (part.trainer, member.rank, part.num_bytes, _sane(part.seconds)) for part in message.arrivals
+            ]
+            self.pauses[str(member)] = _sane(message.pause_s)
 
 
 class Timelines:
@@ -92,6 +95,11 @@ class Timelines:
             stages=version.stages,
             pauses=version.pauses,
         )
+
+
+def _sane(seconds: float) -> float:
+    """What is said is written down before it is checked: JSON knows no infinity."""
+    return seconds if math.isfinite(seconds) else 0.0
 
 
 def _forget_oldest(versions: dict[int, Any]) -> None:
