@@ -55,33 +55,27 @@ def version_spans(record: Mapping[str, Any], *, at_s: float = 0.0) -> list[Event
             if first in moments and moments.get(last, -1.0) >= moments[first]:
                 span = at_s + moments[first], at_s + moments[last]
                 recorder.span(what, member=member, lane=what, start_s=span[0], end_s=span[1])
-    for trainer, engine, num_bytes, lasted_s in record["writes"]:
-        reported = members.get(f"trainer {trainer}", {}).get("Written")
-        if reported is not None:  # writes end, at the latest, when the trainer reports them
-            recorder.span(
-                "write",
-                member=f"trainer {trainer}",
-                lane=f"to engine {engine}",
-                start_s=at_s + max(reported - lasted_s, 0.0),
-                end_s=at_s + reported,
-                num_bytes=num_bytes,
-                peer=f"engine {engine}",
-            )
-    for trainer, engine, num_bytes, lasted_s in record.get("arrivals", []):
-        committed = members.get(f"engine {engine}", {}).get("Ready") or members.get(f"engine {engine}", {}).get(
-            "Committed"
-        )
-        if committed is not None:  # the last Chunk was verified, at the latest, when the engine said so
-            recorder.span(
-                "arrive",
-                member=f"engine {engine}",
-                lane=f"from trainer {trainer}",
-                start_s=at_s + max(committed - lasted_s, 0.0),
-                end_s=at_s + committed,
-                num_bytes=num_bytes,
-                peer=f"trainer {trainer}",
-            )
+    for what, lane, ends in (("write", "to", record["writes"]), ("arrive", "from", record.get("arrivals", []))):
+        for trainer, engine, num_bytes, lasted_s in ends:
+            names = f"trainer {trainer}", f"engine {engine}"
+            member, peer = names if what == "write" else names[::-1]
+            ended = _reported(members.get(member, {}), what)
+            if ended is not None:  # it ended, at the latest, when the member said so
+                recorder.span(
+                    what,
+                    member=member,
+                    lane=f"{lane} {peer}",
+                    start_s=at_s + max(ended - lasted_s, 0.0),
+                    end_s=at_s + ended,
+                    num_bytes=num_bytes,
+                    peer=peer,
+                )
     return recorder.events
+
+
+def _reported(moments: Mapping[str, float], what: str) -> float | None:
+    """When a member said that its end of a link was done; without digests engines say so only when they serve it."""
+    return moments.get("Written") if what == "write" else moments.get("Ready", moments.get("Committed"))
 
 
 def _by_member(record: Mapping[str, Any]) -> dict[str, dict[str, float]]:

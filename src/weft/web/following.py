@@ -25,7 +25,7 @@ class FollowedFile:
     def state(self) -> dict[str, Any]:
         """Everything but the details of versions, as of now."""
         with self._lock:
-            return self._read().state()
+            return self._read().state() | {"num_invalid": self.num_invalid}
 
     def version(self, number: int) -> dict[str, Any] | None:
         """Details of one version."""

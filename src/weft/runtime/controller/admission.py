@@ -213,10 +213,12 @@ def check_committed(engine: int, message: Committed, num_trainers: int) -> None:
     """Raise unless an engine rank reports something that is possible."""
     trainers = [part.trainer for part in message.arrivals]
     if len(set(trainers)) != len(trainers) or not set(trainers) <= set(range(num_trainers)):
-        raise ProtocolError(f"engine {engine} received something from trainers {sorted(trainers)[:8]}")
+        raise ProtocolError(
+            f"engine {engine} reported arrivals from trainers {sorted(trainers)[:8]}, expected each of {num_trainers} once"
+        )
     spent = [message.pause_s, *(part.seconds for part in message.arrivals)]
     if not all(0 <= seconds < MAX_SECONDS for seconds in spent) or any(part.num_bytes < 0 for part in message.arrivals):
-        raise ProtocolError(f"engine {engine} reported invalid arrivals")
+        raise ProtocolError(f"engine {engine} reported arrivals or a pause that cannot be")
 
 
 def check_written(trainer: int, message: Written, engines: Collection[int], owed: Mapping[int, int] | None) -> None:

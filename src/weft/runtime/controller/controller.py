@@ -215,17 +215,21 @@ class Controller:
             send=self._send,
             refuse=self._refuse,
         )
+        self._record_start()
+        self._thread = threading.Thread(target=self._run, name="weft-controller", daemon=True)
+        self._thread.start()
+
+    def _record_start(self) -> None:
+        """The first line of this controller."""
         self._journal.write(
             controller=self._name,
-            trainers=num_trainers,
-            engine_ranks=num_engine_ranks,
-            ranks_per_engine=ranks_per_engine,
+            trainers=self._membership.num["trainer"],
+            engine_ranks=self._membership.num["engine"],
+            ranks_per_engine=self._membership.ranks_per_engine,
             mode=self._settings.mode,
             digest=self._settings.digest,
             delta=self._settings.delta,
         )
-        self._thread = threading.Thread(target=self._run, name="weft-controller", daemon=True)
-        self._thread.start()
 
     def _surroundings(self) -> Surroundings:
         """What versions need of this controller."""

@@ -41,7 +41,7 @@ class _Version:
         self.moments.append((round(time.monotonic() - self.began, 6), type(message).__name__, str(member)))
         if isinstance(message, Written):
             self.writes += [(part.trainer, part.engine, part.num_bytes, _sane(part.seconds)) for part in message.parts]
-            self.stages[str(member)] = message.stages
+            self.stages[str(member)] = {stage: _sane(seconds) for stage, seconds in message.stages.items()}
         elif isinstance(message, Committed):
             self.arrivals += [
                 (part.trainer, member.rank, part.num_bytes, _sane(part.seconds)) for part in message.arrivals

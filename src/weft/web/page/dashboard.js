@@ -37,7 +37,8 @@ function showHead() {
   const expected = (state.controller.trainers ?? 0) + (state.controller.engine_ranks ?? 0);
   const going = state.under_way.map(each => `version ${each.version} under way since ${clock(each.since)}`);
   const settings = `${state.controller.mode ?? ""}, digest ${state.controller.digest ?? "?"}, delta ${state.controller.delta ?? "?"}`;
-  find("headline").textContent = [`${members} of ${expected} members`, settings, ...going].join(" · ");
+  const damaged = state.num_invalid ? [`${state.num_invalid} damaged lines in the events file`] : [];
+  find("headline").textContent = [`${members} of ${expected} members`, settings, ...going, ...damaged].join(" · ");
 }
 
 function showCards() {
@@ -105,7 +106,12 @@ async function choose(version) {
   chosen = version;
   const summary = state.versions.findLast(each => each.version === version);
   if (!summary || (shown?.version === version && shown.at === summary.at)) return;
-  try { shown = await fetched(`api/versions/${version}`); } catch { return; }
+  try {
+    shown = await fetched(`api/versions/${version}`);
+  } catch {
+    find("sentence").textContent = `Version ${version}: its details are not kept any more, or the server does not answer.`;
+    return;
+  }
   if (chosen === version) showVersion();
 }
 
