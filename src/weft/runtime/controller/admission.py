@@ -214,7 +214,8 @@ def check_committed(engine: int, message: Committed, num_trainers: int) -> None:
     trainers = [part.trainer for part in message.arrivals]
     if len(set(trainers)) != len(trainers) or not set(trainers) <= set(range(num_trainers)):
         raise ProtocolError(
-            f"engine {engine} reported arrivals from trainers {sorted(trainers)[:8]}, expected each of {num_trainers} once"
+            f"engine {engine} reported arrivals from trainers {sorted(trainers)[:8]}, expected each of "
+            f"{num_trainers} at most once"
         )
     spent = [message.pause_s, *(part.seconds for part in message.arrivals)]
     if not all(0 <= seconds < MAX_SECONDS for seconds in spent) or any(part.num_bytes < 0 for part in message.arrivals):

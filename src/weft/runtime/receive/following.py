@@ -170,8 +170,9 @@ class Following:
         self._arrivals, self._parts = None, None
 
     def reports(self, version: int) -> list[ArrivalReport]:
-        """What came from each trainer, if the version is the last that was followed."""
-        return self._last.reports() if self._last is not None and self._last.version == version else []
+        """What came from each trainer, if the version is the last that was followed; for any thread."""
+        last = self._last
+        return last.reports() if last is not None and last.version == version else []
 
     def close(self) -> None:
         """Stop its thread."""
