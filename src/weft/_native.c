@@ -20,6 +20,7 @@
 #define MAX_THREADS 64
 #define IOVECS_PER_CALL 1024              /* the kernel's limit */
 #define BYTES_PER_CALL ((uint64_t)1 << 30) /* larger requests return short */
+#define CACHED_BYTES ((uint64_t)256 << 10) /* what a core's own cache holds beside everything else */
 
 typedef struct {
     Py_buffer views[MAX_COLUMNS];
@@ -199,10 +200,17 @@ static void make_weights(void) {
     }
 }
 
-/* One word, or a part of one padded with zeros, at byte `position` of the digest's space. */
-static uint64_t digest_word(uint64_t word, uint64_t position) {
-    uint64_t j = position / 8 % COLUMNS, k = position / ROW_BYTES % ROWS;
-    return block_weight(position / BLOCK_BYTES) * ((alpha[j] + beta[j] * (ROWS - k)) * word + gamma_[j] * (word >> 32));
+/* `size` bytes inside one row, at byte `position` of the digest's space; parts of words are padded with zeros. */
+static inline uint64_t digest_words(const unsigned char *src, uint64_t size, uint64_t position) {
+    uint64_t total = 0, below = ROWS - position / ROW_BYTES % ROWS, skip = position % 8;
+    for (uint64_t j = position / 8 % COLUMNS; size > 0; j++, skip = 0) {
+        uint64_t word = 0, step = 8 - skip < size ? 8 - skip : size;
+        if (step == 8) memcpy(&word, src, 8);
+        else memcpy((unsigned char *)&word + skip, src, (size_t)step); /* little-endian hosts only, as weft's files are */
+        total += (alpha[j] + beta[j] * below) * word + gamma_[j] * (word >> 32);
+        src += step, size -= step;
+    }
+    return block_weight(position / BLOCK_BYTES) * total;
 }
 
 /* Three sums over one pair of columns. Named variables, not arrays: compilers keep them in registers that way. */
@@ -263,18 +271,16 @@ static __attribute__((noinline)) uint64_t read_rows(const unsigned char *restric
 static inline __attribute__((always_inline)) uint64_t digest_run(int copying, unsigned char *restrict dst, const unsigned char *restrict src, uint64_t size, uint64_t position, Ahead read, Ahead write) {
     uint64_t total = 0;
     while (size > 0) {
-        uint64_t step;
-        if (position % ROW_BYTES == 0 && size >= ROW_BYTES) {
+        uint64_t step = ROW_BYTES - position % ROW_BYTES;
+        if (step == ROW_BYTES && size >= 2 * ROW_BYTES) { /* weighing sums takes longer than weighing the words of a row */
             uint64_t left = BLOCK_BYTES - position % BLOCK_BYTES;
             step = (size < left ? size : left) & ~(ROW_BYTES - 1);
             uint64_t num_rows = step / ROW_BYTES, below = (left - step) / ROW_BYTES;
             total += block_weight(position / BLOCK_BYTES) * (copying ? copy_rows(dst, src, num_rows, below, size, read, write) : read_rows(src, num_rows, below, size, read));
         } else {
-            uint64_t skip = position % 8, word = 0;
-            step = 8 - skip < size ? 8 - skip : size;
-            memcpy((unsigned char *)&word + skip, src, (size_t)step); /* little-endian hosts only, as weft's files are */
+            step = step < size ? step : size;
             if (copying) memcpy(dst, src, (size_t)step);
-            total += digest_word(word, position - skip);
+            total += digest_words(src, step, position);
         }
         src += step, position += step, size -= step;
         if (copying) dst += step;
@@ -319,6 +325,8 @@ static void copy_digest_share(Share *share) {
  * read from memory once. */
 enum { PLANE_DST, PLANE_SRC, PLANE_ROWS, PLANE_LENGTH, PLANE_DST_STRIDE, PLANE_SRC_STRIDE, PLANE_BUNDLE, PLANE_POSITION, PLANE_POSITION_STRIDE, PLANE_GROUP };
 
+#define FEW 4 /* planes that are looked ahead */
+
 typedef struct PlaneShare {
     const Columns *columns;
     uint64_t begin, end; /* rows that begin at these bytes, all bundles laid one after the other */
@@ -357,6 +365,10 @@ static void *plane_share_run(void *argument) {
         if (total > 0 && position + total > share->begin) {
             uint64_t from = position < share->begin ? (share->begin - position + width - 1) / width : 0;
             uint64_t to = position + total > share->end ? (share->end - position + width - 1) / width : rows[first];
+            if (next + FEW < columns->num_rows) { /* short rows: their lines come from anywhere */
+                __builtin_prefetch((const void *)(uintptr_t)columns->column[PLANE_SRC][next + FEW]);
+                if (share->copying) __builtin_prefetch((const void *)(uintptr_t)columns->column[PLANE_DST][next + FEW], 1);
+            }
             for (uint64_t row = from; row < to; row++) {
                 for (Py_ssize_t i = first; i < next; i++) {
                     uint64_t found = plane_row(share, i, row, width);
@@ -469,18 +481,22 @@ static PyObject *native_copy_digest(PyObject *self, PyObject *args) {
 
 /* process_vm_writev over many rows: at most 1024 rows and 1 GiB a call, short writes continued. Rows that touch in the
  * other process are one piece there: the kernel pins pages by piece. Returns bytes written; stops at the first error,
- * which is stored in *failure. */
-static uint64_t write_rows(pid_t pid, const uint64_t *dst, const uint64_t *src, const uint64_t *length, Py_ssize_t num_rows, int *failure) {
+ * which is stored in *failure. With positions, what was written is digested after every call, which is short enough for
+ * the digest to find the bytes in the cache. */
+static uint64_t write_rows(pid_t pid, const Columns *columns, uint64_t *digest, int *failure) {
+    const uint64_t *dst = columns->column[0], *src = columns->column[1], *length = columns->column[2], *position = digest ? columns->column[3] : NULL;
+    const uint64_t bytes_per_call = digest ? CACHED_BYTES : BYTES_PER_CALL;
+    const Py_ssize_t num_rows = columns->num_rows;
     struct iovec local[IOVECS_PER_CALL], remote[IOVECS_PER_CALL];
     uint64_t total = 0, done = 0; /* `done` bytes of row i are written */
     Py_ssize_t i = 0;
     while (i < num_rows) {
         int count = 0, pieces = 0;
         uint64_t wanted = 0;
-        for (Py_ssize_t j = i; j < num_rows && count < IOVECS_PER_CALL && wanted < BYTES_PER_CALL; j++) {
+        for (Py_ssize_t j = i; j < num_rows && count < IOVECS_PER_CALL && wanted < bytes_per_call; j++) {
             uint64_t skip = j == i ? done : 0;
             uint64_t size = length[j] - skip;
-            if (size > BYTES_PER_CALL - wanted) size = BYTES_PER_CALL - wanted;
+            if (size > bytes_per_call - wanted) size = bytes_per_call - wanted;
             local[count] = (struct iovec){(void *)(uintptr_t)(src[j] + skip), (size_t)size};
             char *into = (char *)(uintptr_t)(dst[j] + skip);
             if (pieces > 0 && (char *)remote[pieces - 1].iov_base + remote[pieces - 1].iov_len == into) remote[pieces - 1].iov_len += (size_t)size;
@@ -494,30 +510,34 @@ static uint64_t write_rows(pid_t pid, const uint64_t *dst, const uint64_t *src, 
             return total;
         }
         total += (uint64_t)written;
-        done += (uint64_t)written;
-        while (i < num_rows && done >= length[i]) done -= length[i], i++;
+        for (uint64_t left = (uint64_t)written; i < num_rows && (left > 0 || length[i] == done);) {
+            uint64_t size = length[i] - done < left ? length[i] - done : left;
+            if (digest) *digest += digest_run(0, NULL, (const unsigned char *)(uintptr_t)(src[i] + done), size, position[i] + done, read_on, write_on);
+            left -= size, done += size;
+            if (done == length[i]) i++, done = 0;
+        }
     }
     return total;
 }
 
 static PyObject *native_write_process(PyObject *self, PyObject *args) {
     (void)self;
-    PyObject *objects[3];
+    PyObject *objects[4] = {NULL, NULL, NULL, NULL};
     int pid;
-    if (!PyArg_ParseTuple(args, "iOOO:write_process", &pid, &objects[0], &objects[1], &objects[2])) return NULL;
+    if (!PyArg_ParseTuple(args, "iOOO|O:write_process", &pid, &objects[0], &objects[1], &objects[2], &objects[3])) return NULL;
     Columns columns;
-    if (columns_get(&columns, objects, 3) < 0) return NULL;
+    if (columns_get(&columns, objects, objects[3] ? 4 : 3) < 0) return NULL;
     int failure = 0;
-    uint64_t total;
+    uint64_t total, digest = 0;
     Py_BEGIN_ALLOW_THREADS
-    total = write_rows((pid_t)pid, columns.column[0], columns.column[1], columns.column[2], columns.num_rows, &failure);
+    total = write_rows((pid_t)pid, &columns, objects[3] ? &digest : NULL, &failure);
     Py_END_ALLOW_THREADS
     columns_release(&columns);
     if (failure) {
         errno = failure;
         return PyErr_SetFromErrno(PyExc_OSError);
     }
-    return PyLong_FromUnsignedLongLong(total);
+    return PyLong_FromUnsignedLongLong(objects[3] ? digest : total);
 }
 
 /* Arrival cells live in memory shared by the writer and its receiver: {tag, bytes}, one writer each. The writer publishes
@@ -555,7 +575,7 @@ static PyMethodDef methods[] = {
     {"digest", native_digest, METH_VARARGS, "digest(address, position, length, num_threads) -> 64-bit sum"},
     {"copy_digest", native_copy_digest, METH_VARARGS, "copy_digest(dst, src, position, group, length, sums, num_threads): adds to sums[group]"},
     {"walk_planes", native_walk_planes, METH_VARARGS, "walk_planes(columns, sums, copying, num_threads) -> bytes walked"},
-    {"write_process", native_write_process, METH_VARARGS, "write_process(pid, dst, src, length) -> bytes written"},
+    {"write_process", native_write_process, METH_VARARGS, "write_process(pid, dst, src, length[, position]) -> bytes written, or with positions their digest"},
     {NULL, NULL, 0, NULL},
 };
 

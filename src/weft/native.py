@@ -179,6 +179,14 @@ def write_process(pid: int, dst: Column, src: Column, length: Column) -> int:
     return int(length.sum())
 
 
+def write_process_digest(pid: int, dst: Column, src: Column, position: Column, length: Column) -> int:
+    """Write into another process, and digest what was written while it is in the cache; returns the digest."""
+    if _native is not None:
+        return int(_native.write_process(pid, dst, src, length, position))
+    write_process(pid, dst, src, length)
+    return digest(src, position, length)
+
+
 class _IoVec(ctypes.Structure):
     _fields_ = (("base", ctypes.c_void_p), ("size", ctypes.c_size_t))
 

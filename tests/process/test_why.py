@@ -39,7 +39,11 @@ class Fleet:
         options_kinds = options.pop("engines", (weft.Receiver, weft.Receiver))
         options_dtype = options.pop("dtype", np.float32)
         settings = weft.TransferSettings(
-            mode=options.pop("mode", "shadow"), pause_s=options.pop("pause_s", WAIT_S), silence_s=20.0
+            mode=options.pop("mode", "shadow"),
+            delta=options.pop("delta", "off"),
+            pause_s=options.pop("pause_s", WAIT_S),
+            version_s=options.pop("version_s", WAIT_S),
+            silence_s=20.0,
         )
         self.controller = stack.enter_context(
             weft.Controller(num_trainers=2, num_engine_ranks=2, settings=settings, events=path, **options)
@@ -145,18 +149,25 @@ def test_an_engine_that_verifies_slowly(fleet):
     assert longest(fleet.version()) == "engine 1 verified it"
 
 
-@pytest.mark.parametrize("fleet", [{"dtype": np.float16}], indirect=True)
-def test_a_trainer_that_converts_slowly(fleet, monkeypatch):
-    fill = Outgoing.fill
+@pytest.mark.parametrize(
+    ("fleet", "method", "named"),
+    [
+        ({"dtype": np.float16}, "fill", "converted weights"),
+        ({"delta": "on"}, "encode", "compared weights with the version before"),
+    ],
+    indirect=["fleet"],
+)
+def test_a_trainer_that_prepares_slowly(fleet, method, named, monkeypatch):
+    swift = getattr(Outgoing, method)
 
     def slow(self: Outgoing, *arguments: Any) -> Any:
         time.sleep(PLANTED_S)
-        return fill(self, *arguments)
+        return swift(self, *arguments)
 
     fleet.add_trainers()
     fleet.version()
-    monkeypatch.setattr(Outgoing, "fill", slow)
-    assert re.fullmatch(r"trainer \d converted weights", longest(fleet.version()))
+    monkeypatch.setattr(Outgoing, method, slow)
+    assert re.fullmatch(rf"trainer \d {named}", longest(fleet.version()))
 
 
 class SlowShm(ShmTransport):
@@ -214,6 +225,30 @@ def test_a_version_that_was_aborted_names_who_did_not_pause(fleet):
     assert found.outcome == "aborted"
     assert longest(found) == "engine 0, engine 1 had not paused"
     assert "did not pause" in found.sentence
+
+
+@pytest.mark.parametrize("fleet", [{"version_s": 1.0}], indirect=True)
+def test_a_version_that_was_aborted_names_who_did_not_write(fleet):
+    stops = {"now": False}
+
+    class Stopping(ShmTransport):
+        """Writes nothing for far too long, once it is told to stop."""
+
+        def post_direct(self, batches: Any, tag: int) -> Any:
+            time.sleep(3.0 if stops["now"] else 0.0)
+            return super().post_direct(batches, tag)
+
+    fleet.add_trainers(lambda rank: (Stopping if rank == 1 else ShmTransport)(f"trainer {rank}", writer=rank))
+    fleet.version()
+    stops["now"] = True
+    publications = [trainer.publish(version=20) for trainer in fleet.trainers]
+    for publication in publications:
+        with pytest.raises(VersionError):
+            publication.wait_committed(WAIT_S)
+    found = explain(fleet.lines()[-1])
+    assert found.outcome == "aborted"
+    assert longest(found) == "trainer 1 had not written"
+    assert "trainer 1 to write" in found.sentence
 
 
 def weft_why(*arguments: str) -> subprocess.CompletedProcess[str]:

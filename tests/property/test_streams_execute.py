@@ -23,6 +23,7 @@ from weft.core.streams.exchange import ScaleGroups
 from weft.core.streams.row_boxes import RowBoxes
 from weft.core.streams.stream import Path
 from weft.core.topology import load_topology
+from weft.runtime.compile.holding import RowNumbers
 from weft.runtime.compile.link_boxes import LinkBoxes, PlanBoxes
 from weft.runtime.compile.link_stream import LinkStream
 
@@ -38,6 +39,10 @@ class Memories:
         self.live = np.array([tensor.ctypes.data for tensor in self.engines])
         sizes = np.array([-(-tensor.nbytes // 256) * 256 for tensor in self.engines])
         self.place = np.cumsum(sizes) - sizes
+
+
+def all_rows(count: int) -> RowNumbers:
+    return RowNumbers(np.arange(count), np.arange(count))
 
 
 def transfer(boxes: LinkBoxes, carriage: Carriage, memories: Memories) -> tuple[int, int]:
@@ -80,8 +85,8 @@ def test_streams_equal_a_full_load(name, trainer, engine, seed, **carriage):
     memories = Memories(plan, seed)
     boxes = PlanBoxes(plan, RowBoxes.of(plan, ScaleGroups.of(plan)))
     numbers = {
-        "shard": np.arange(len(plan.trainer.lo)),
-        "tensor": np.arange(len(plan.recipe.engine.lo)),
+        "shard": all_rows(len(plan.trainer.lo)),
+        "tensor": all_rows(len(plan.recipe.engine.lo)),
         "grid": np.full(len(plan.trainer.tensors), -1),
     }
     for t, e in zip(*(side.tolist() for side in np.nonzero(plan.pair_bytes)), strict=True):
@@ -102,7 +107,7 @@ def test_whole_tensors_are_single_writes():
     topology = load_topology("h100-ib400").place(num_trainers=2, num_engines=1)
     plan = make_plan(trainer=layout, recipe=recipe, topology=topology)
     rows = RowBoxes.of(plan, ScaleGroups.of(plan))
-    numbers = {"shard": np.arange(len(layout.lo)), "tensor": np.arange(len(recipe.engine.lo))}
+    numbers = {"shard": all_rows(len(layout.lo)), "tensor": all_rows(len(recipe.engine.lo))}
     carriage = Carriage(chunk_bytes=1 << 30, min_run_bytes=0, is_mapped=False, lands_in_stream=True, is_kept=False)
     total = 0
     for trainer in range(2):

@@ -19,7 +19,7 @@ from weft.core.plans.plan import Plan
 from weft.core.topology import load_topology
 from weft.errors import ProtocolError
 from weft.runtime.compile.grids import held_grids
-from weft.runtime.compile.holding import LayoutRows
+from weft.runtime.compile.holding import LayoutRows, RowNumbers
 from weft.runtime.compile.link_boxes import LinkBoxes, PlanBoxes
 from weft.runtime.compile.links import NUM_SLOTS, SMALLEST_SLOT, member_links
 from weft.runtime.compile.matching import plan_members
@@ -74,9 +74,13 @@ def test_damaged_tables_are_refused(data):
         expand(data, ["a"])
 
 
+def all_rows(count: int) -> RowNumbers:
+    return RowNumbers(np.arange(count), np.arange(count))
+
+
 def link_boxes() -> LinkBoxes:
     plan = small_plan(dtype="bf16")
-    numbers = {"shard": np.arange(len(plan.trainer.lo)), "tensor": np.arange(len(plan.recipe.engine.lo))}
+    numbers = {"shard": all_rows(len(plan.trainer.lo)), "tensor": all_rows(len(plan.recipe.engine.lo))}
     return PlanBoxes(plan, plan.row_boxes).link(0, 0, grid=np.full(len(plan.trainer.tensors), -1), **numbers)
 
 
@@ -167,9 +171,9 @@ def test_rows_of_a_layout_are_found_among_what_a_member_holds():
         ]
     )
     rows = LayoutRows(layout)
-    assert rows.numbers(0, held, held.lo).tolist() == [2, 1, 3, -1]
-    assert rows.numbers(1, held, held.lo).tolist() == [-1, -1, -1, -1]
-    assert rows.numbers(1, HeldTable.of([]), np.zeros((0, 1), dtype=np.int64)).tolist() == [-1] * 4
+    assert rows.numbers(0, held, held.lo)[np.arange(4)].tolist() == [2, 1, 3, -1]
+    assert rows.numbers(1, held, held.lo)[np.arange(4)].tolist() == [-1, -1, -1, -1]
+    assert rows.numbers(1, HeldTable.of([]), np.zeros((0, 1), dtype=np.int64))[np.arange(4)].tolist() == [-1] * 4
 
 
 GRIDS, BOXES = np.array([[8, 4, 0, 0, 0]]), np.array([[0, 0, 2, 0, 4, 4]])

@@ -176,13 +176,14 @@ class VersionLedger:
                 f"engine {engine} rank {rank} is ready with version {version} before trainers {missing} have written it"
             )
         self._open.ready.add((engine, rank))
-        return self._commit_if_enough()
+        return self._commit_if_enough() if self._is_ready(engine) else None
 
     def _ready_engines(self) -> tuple[int, ...]:
-        if self._open is None:
-            return ()
-        reported = self._open.ready
-        return tuple(e for e in self.engines if all((e, rank) in reported for rank in range(self._engines[e])))
+        return tuple(engine for engine in self.engines if self._is_ready(engine))
+
+    def _is_ready(self, engine: int) -> bool:
+        ranks = range(self._engines[engine])
+        return self._open is not None and all((engine, rank) in self._open.ready for rank in ranks)
 
     def _commit_if_enough(self) -> Decision | None:
         """Commit when every engine that is left is ready, and they are enough."""

@@ -89,13 +89,19 @@ class _Chain:
     def causes(self) -> list[Cause]:
         """Waits in order; the rest of the time is messages."""
         writers = self._last.get("Written", {})
-        if writers:
+        if writers and not self._unwritten_by:
             self._until_written(max(writers, key=lambda member: writers[member]))
             self._after_written()
         else:
             self._unwritten()
         self._reach(float(self._record["seconds"]), "messages were on their way", "controller")
         return self._found
+
+    @property
+    def _unwritten_by(self) -> dict[str, float]:
+        """Trainers that were told to write and have not, and when they were told."""
+        writers = self._last.get("Written", {})
+        return {trainer: moment for trainer, moment in self._last.get("Go", {}).items() if trainer not in writers}
 
     def _reach(self, moment: float, what: str, member: str) -> None:
         """What was waited for until a moment."""
@@ -147,13 +153,13 @@ class _Chain:
             self._reach(committed[engine], f"{engine} had not switched to it", engine)
 
     def _unwritten(self) -> None:
-        """No trainer has written all of it: it was aborted before."""
+        """Some trainer has not written all of it: it was aborted before."""
         self._reach(
             self._first.get("Expect", self._at), "the previous version or a plan was not finished", "controller"
         )
         paused = self._last.get("Paused", {})
         late = [engine for engine in self._last.get("Expect", {}) if engine not in paused]
-        told = self._last.get("Go", {})
+        told = self._unwritten_by
         end = float(self._record["seconds"])
         if told:
             trainer = next(iter(told))

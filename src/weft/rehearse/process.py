@@ -19,6 +19,7 @@ from weft.errors import TransferTimeout, WeftError
 from weft.rehearse.members import RehearsedReceiver, RehearsedSender, rehearsed_place
 from weft.rehearse.transport import Board, CountingTransport
 from weft.rehearse.weights import EngineWeights, TrainerWeights
+from weft.runtime.memory import trim_heap
 from weft.runtime.weights import Weights
 
 STEP_S = 0.02
@@ -55,6 +56,7 @@ class Troupe:
         self._failure: WeftError | None = None
         del sides, trainers, engines
         gc.collect()
+        trim_heap()
         gc.freeze()  # hundreds of thousands of shards that stay: collections can skip them
 
     def join(self, *, address: str) -> None:

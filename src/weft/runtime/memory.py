@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
@@ -13,6 +14,13 @@ from weft.devices import CPU
 from weft.transport.base import Memory, ordinary_memory
 from weft.transport.cuda_driver import CudaDriver
 from weft.transport.pages import Pages
+
+
+def trim_heap() -> None:
+    """Give freed memory back to the system: glibc keeps gigabytes of small arrays for later."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
 def own_memory(device: str, num_bytes: int, *, on_host: bool = False) -> Memory:

@@ -93,12 +93,12 @@ class CmaTransport(ChunkedTransport[_Peer]):
         peer.process.check()
 
     def _write_chunk(self, peer: _Peer, chunk: Batch) -> int:
-        digest = 0
-        if chunk.position is not None:  # first, so that the kernel finds the bytes in the cache
-            digest = native.digest(chunk.src, chunk.position, chunk.length, num_threads=self._num_threads)
+        pid = peer.process.pid
         with _failures(peer):
-            native.write_process(peer.process.pid, chunk.dst, chunk.src, chunk.length)
-        return digest
+            if chunk.position is not None:
+                return native.write_process_digest(pid, chunk.dst, chunk.src, chunk.position, chunk.length)
+            native.write_process(pid, chunk.dst, chunk.src, chunk.length)
+        return 0
 
     def _announce(self, peer: _Peer, tag: int) -> None:
         """A new tag is first written with zero bytes, so that no reader ever sees it with the old count."""

@@ -16,6 +16,7 @@ from weft.core.plans.plan import Plan
 from weft.core.recipe import Op
 from weft.core.streams.exchange import ScaleGroups
 from weft.errors import ProtocolError
+from weft.runtime.compile.holding import RowNumbers
 from weft.runtime.control.columns import expand, squeeze
 from weft.runtime.weights import Weights
 
@@ -24,13 +25,13 @@ _Rect = tuple[tuple[int, int], tuple[int, int]]
 """First row and column, and those just past the last."""
 
 
-def trainer_grids(plan: Plan, groups: ScaleGroups, trainer: int, shard_number: Int64s) -> TrainerGrids:
+def trainer_grids(plan: Plan, groups: ScaleGroups, trainer: int, shard_number: RowNumbers) -> TrainerGrids:
     """The matrices one trainer quantises parts of, with the boxes it must search.
 
-    `shard_number`: for every row of the trainer layout, the number of the shard that holds it; -1: not held.
+    `shard_number`: the rows of the trainer layout that it holds, and the number of its shard behind each.
     """
     layout = plan.trainer
-    shards = np.flatnonzero((shard_number >= 0) & (groups.group[layout.tensor_of] >= 0))
+    shards = shard_number.rows[groups.group[layout.tensor_of[shard_number.rows]] >= 0]
     tensor = layout.tensor_of[shards]
     tensors = np.unique(tensor)
     tensors = tensors[np.lexsort((tensors, groups.group[tensors]))]
@@ -45,7 +46,7 @@ def trainer_grids(plan: Plan, groups: ScaleGroups, trainer: int, shard_number: I
     return TrainerGrids(plan, groups, tensors, boxes[np.argsort(boxes[:, 0], kind="stable")])
 
 
-def _shared_boxes(plan: Plan, trainer: int, shards: Ints, number: Int64s, shard_number: Int64s) -> Int64s:
+def _shared_boxes(plan: Plan, trainer: int, shards: Ints, number: Int64s, shard_number: RowNumbers) -> Int64s:
     """Boxes of shards that others hold too. What is needed of identical shards is computed once."""
     layout, needed = plan.trainer, cache(_needed)
     tensor = layout.tensor_of[shards]

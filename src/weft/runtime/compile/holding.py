@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import repeat
 
 import numpy as np
@@ -16,6 +17,23 @@ from weft.runtime.control.held import HeldTable
 Int64s = NDArray[np.int64]
 
 
+@dataclass(frozen=True, slots=True)
+class RowNumbers:
+    """The rows of a layout that a member holds, in order, and the number of its shard behind each.
+
+    numbers[rows]                       # the shards' numbers; -1: not held
+    """
+
+    rows: Int64s
+    shards: Int64s
+
+    def __getitem__(self, rows: Ints) -> Int64s:
+        if not len(self.rows):
+            return np.full(len(rows), -1, dtype=np.int64)
+        at = np.minimum(np.searchsorted(self.rows, rows), len(self.rows) - 1)
+        return np.where(self.rows[at] == rows, self.shards[at], -1)
+
+
 class LayoutRows:
     """The rows of a layout, found by name and box."""
 
@@ -26,23 +44,20 @@ class LayoutRows:
         name = np.fromiter(map(self._number.__getitem__, names), dtype=np.int64, count=len(names))
         self._name = name[layout.tensor_of]
 
-    def numbers(self, rank: int, held: HeldTable, lo: Int64s) -> Int64s:
-        """For every row, the number of the member's shard that holds it; -1: not held.
-
-        `lo`: where shards begin, in the layout's coordinates.
-        """
+    def numbers(self, rank: int, held: HeldTable, lo: Int64s) -> RowNumbers:
+        """Which rows a member holds, with which shards. `lo`: where these begin, in the layout's coordinates."""
         layout = self._layout
-        found = np.full(len(layout.lo), -1, dtype=np.int64)
         rows = np.flatnonzero(layout.groups.contain(layout.group_of, np.full(len(layout.lo), rank)))
         width = max(layout.num_dims, lo.shape[1])
+        found = np.full(len(rows), -1, dtype=np.int64)
         wanted = _boxes(self._name[rows], layout.lo[rows], layout.extent[rows], width)
         for name, shard in self._names(held):
             mine = _boxes(name, lo[shard], held.extent[shard], width)
             at = self._last_named(name, mine, wanted)
             others = np.flatnonzero(at < 0)
             at[others] = _last_equal(mine, wanted[others])
-            found[rows[at >= 0]] = shard[at[at >= 0]]
-        return found
+            found[at >= 0] = shard[at[at >= 0]]
+        return RowNumbers(rows[found >= 0], found[found >= 0])
 
     def _last_named(self, name: Int64s, table: Int64s, wanted: Int64s) -> Int64s:
         """For every wanted row, the last one of a table with its name, if it is equal; -1 otherwise.

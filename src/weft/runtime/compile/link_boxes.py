@@ -18,6 +18,7 @@ from weft.core.plans.plan import Plan
 from weft.core.recipe import Op
 from weft.core.streams.row_boxes import RowBoxes
 from weft.errors import ProtocolError
+from weft.runtime.compile.holding import RowNumbers
 from weft.runtime.control.columns import expand, squeeze
 
 Int64s = NDArray[np.int64]
@@ -115,7 +116,7 @@ class PlanBoxes:
         first, last = np.searchsorted(self._pairs, [pair, pair + 1])
         return self._route_row[first:last]
 
-    def link(self, trainer: int, engine: int, *, shard: Int64s, tensor: Int64s, grid: Int64s) -> LinkBoxes:
+    def link(self, trainer: int, engine: int, *, shard: RowNumbers, tensor: RowNumbers, grid: Int64s) -> LinkBoxes:
         """One link. `shard`, `tensor`: numbers of layout rows among what its two members hold; `grid`: of matrices."""
         mine = self.rows_of(trainer, engine)
         plan, rows, dims = self._plan, self.rows, self.rows.extent.shape[1]

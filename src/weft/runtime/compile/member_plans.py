@@ -24,7 +24,7 @@ from weft.core.streams.stream import Path
 from weft.devices import CPU
 from weft.errors import PlanError
 from weft.runtime.compile.grids import TrainerGrids, trainer_grids
-from weft.runtime.compile.holding import LayoutRows
+from weft.runtime.compile.holding import LayoutRows, RowNumbers
 from weft.runtime.compile.link_boxes import PlanBoxes
 from weft.runtime.compile.links import devices_of, member_links, packed_links, through_host
 from weft.runtime.compile.sharing import Neighbours
@@ -94,6 +94,7 @@ class MemberPlans:
         self._grid_numbers = {t: _grid_numbers(plan, grids) for t, grids in self._grids.items()}
         self._places = {e: digest_places(join.held.table) for e, join in self._engines.items()}
         self._tables: dict[tuple[int, int], LinkTable] = {}
+        self._owed: dict[int, dict[int, int]] = {}
         self._linked = plan.pair_bytes > 0
         """Pairs that are linked."""
         chunks = plan_chunks(plan, self.links)
@@ -148,8 +149,11 @@ class MemberPlans:
 
     def owed(self, trainer: int) -> dict[int, int]:
         """What a trainer writes to each engine rank in a version that is sent whole."""
-        engines = np.flatnonzero(self._linked[trainer])
-        return dict(zip(engines.tolist(), self.wire_bytes[trainer, engines].tolist(), strict=True))
+        if trainer not in self._owed:
+            engines = np.flatnonzero(self._linked[trainer])
+            sizes = self.wire_bytes[trainer, engines]
+            self._owed[trainer] = dict(zip(engines.tolist(), sizes.tolist(), strict=True))
+        return self._owed[trainer]
 
     def opening(self, engine: int) -> Opening:
         """The memory an engine rank has to open."""
@@ -231,14 +235,14 @@ def digest_places(held: HeldTable) -> Int64s:
     return np.cumsum(aligned) - aligned
 
 
-def _trainer_shards(plan: Plan, trainers: Mapping[int, Join]) -> dict[int, Int64s]:
-    """For every row of the trainer layout, the number of the shard with which each trainer holds it."""
+def _trainer_shards(plan: Plan, trainers: Mapping[int, Join]) -> dict[int, RowNumbers]:
+    """The rows of the trainer layout that each trainer holds, and the numbers of its shards."""
     rows = LayoutRows(plan.trainer)
     tables = {rank: join.held.table for rank, join in trainers.items()}
     return {rank: rows.numbers(rank, held, held.lo) for rank, held in tables.items()}
 
 
-def _engine_tensors(plan: Plan, engines: Mapping[int, Join]) -> dict[int, Int64s]:
+def _engine_tensors(plan: Plan, engines: Mapping[int, Join]) -> dict[int, RowNumbers]:
     """The same for engine ranks, whose shards are tensors of their own in the plan."""
     rows = LayoutRows(plan.recipe.engine)
     tables = {rank: join.held.table for rank, join in engines.items()}

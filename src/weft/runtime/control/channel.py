@@ -26,7 +26,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 import zmq
@@ -48,8 +48,7 @@ BURST_SPIN_S = 100 * SPIN_S
 """The same for a caller that expects a message soon."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Received:
+class Received(NamedTuple):
     """A message and its sender."""
 
     sender: str
@@ -58,8 +57,8 @@ class Received:
     """A message of the union, or `Invalid`."""
     key: str = ""
     """The public key the connection was authenticated with; empty without keys."""
-    cpu_s: float = 0.0
-    """Processor time it took to read."""
+    thread_s: float = 0.0
+    """The reading thread's processor time when it began to read the message."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

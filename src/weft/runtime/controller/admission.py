@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Set
 from functools import cache
 from typing import Any, get_args
 
@@ -212,7 +212,7 @@ def check_numbers(*, num_trainers: int, num_engine_ranks: int, ranks_per_engine:
 def check_committed(engine: int, message: Committed, num_trainers: int) -> None:
     """Raise unless an engine rank reports something that is possible."""
     trainers = [part.trainer for part in message.arrivals]
-    if len(set(trainers)) != len(trainers) or not set(trainers) <= set(range(num_trainers)):
+    if len(set(trainers)) != len(trainers) or not all(0 <= trainer < num_trainers for trainer in trainers):
         raise ProtocolError(
             f"engine {engine} reported arrivals from trainers {sorted(trainers)[:8]}, expected each of "
             f"{num_trainers} at most once"
@@ -222,7 +222,7 @@ def check_committed(engine: int, message: Committed, num_trainers: int) -> None:
         raise ProtocolError(f"engine {engine} reported arrivals or a pause that cannot be")
 
 
-def check_written(trainer: int, message: Written, engines: Collection[int], owed: Mapping[int, int] | None) -> None:
+def check_written(trainer: int, message: Written, engines: Set[int], owed: Mapping[int, int] | None) -> None:
     """Raise unless a trainer reports on what it was told to write.
 
     `owed`: bytes to each engine; None where patches are sent, whose length is open and which may not suffice.
@@ -234,7 +234,7 @@ def check_written(trainer: int, message: Written, engines: Collection[int], owed
     if len(message.stages) > MAX_STAGES or not all(0 <= spent < MAX_SECONDS for spent in message.stages.values()):
         raise ProtocolError(f"trainer {trainer} reported invalid stages")
     written = [part.engine for part in message.parts] + [loss.engine for loss in message.losses] + message.whole
-    if len(set(written)) != len(written) or not set(written) <= set(engines):
+    if len(set(written)) != len(written) or not set(written) <= engines:
         raise ProtocolError(
             f"trainer {trainer} wrote to engine ranks {sorted(written)}, expected a subset of {sorted(engines)}"
         )

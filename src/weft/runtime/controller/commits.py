@@ -4,6 +4,7 @@ commits = Commits()
 commits.owe([0, 1], version=7, since=100.0)
 commits.done(0, 7)                  # True
 commits.owing_since(110.0)          # {1: 7}
+commits.owes_after(110.0)           # False
 """
 
 from __future__ import annotations
@@ -16,10 +17,12 @@ class Commits:
 
     def __init__(self) -> None:
         self._owed: dict[int, tuple[int, float]] = {}
+        """Rank → the version, and when it was told; those told last come last."""
 
     def owe(self, ranks: Iterable[int], *, version: int, since: float) -> None:
         """These were told to commit a version."""
         for rank in ranks:
+            self._owed.pop(rank, None)
             self._owed[rank] = version, since
 
     def owes(self, rank: int, version: int) -> bool:
@@ -45,6 +48,10 @@ class Commits:
     def ranks(self) -> Collection[int]:
         """Ranks that owe a commit."""
         return self._owed.keys()
+
+    def owes_after(self, moment: float) -> bool:
+        """Whether any rank was told at a moment, or later."""
+        return bool(self._owed) and next(reversed(self._owed.values()))[1] >= moment
 
     def owing_since(self, moment: float) -> dict[int, int]:
         """Ranks that were told before a moment, and the version each owes."""

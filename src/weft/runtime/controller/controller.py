@@ -307,10 +307,9 @@ class Controller:
                     received = self._server.receive(0.0 if number else POLL_S)
                     if received is None:
                         break
-                    began = time.thread_time()
                     self._handle_safely(received.sender, received.message)
                     if not isinstance(received.message, Beat):
-                        self._cpu_s += received.cpu_s + time.thread_time() - began
+                        self._cpu_s += time.thread_time() - received.thread_s
                 self._rounds.take_planned()
                 self._look_at_clocks()
         finally:
@@ -344,12 +343,12 @@ class Controller:
         if isinstance(message, Join):
             self._join(connection, message)
             return
-        member, known = self._membership.name_of(connection), self._membership.behind(connection)
+        known = self._membership.behind(connection)
         if known is None:
             if not isinstance(message, Leave):
-                self._turn_out(connection, member)
+                self._turn_out(connection, self._membership.name_of(connection))
             return
-        known.last_heard = time.monotonic()
+        member, known.last_heard = known.member, time.monotonic()
         try:
             check_side(known.join.side, message)
             self._timelines.heard(member, message)

@@ -38,6 +38,7 @@ class Member:
 
     connection: str
     """Identifies the process behind the member: a replaced process is told apart from its successor."""
+    member: MemberId
     join: Join
     incarnation: int
     last_heard: float
@@ -55,6 +56,7 @@ class Membership:
         self.num = {"trainer": num_trainers, "engine": num_engine_ranks}
         self.ranks_per_engine = ranks_per_engine
         self.members: dict[MemberId, Member] = {}
+        self._by_connection: dict[str, Member] = {}
         self.lost: dict[MemberId, str] = {}
         """Members that are gone, and why; until they join again."""
         self.round = secrets.randbits(40)
@@ -96,9 +98,13 @@ class Membership:
 
     def add(self, connection: str, join: Join, incarnation: int) -> None:
         """A process has joined."""
-        self.members[join.member] = Member(connection, join, incarnation, time.monotonic())
-        self.lost.pop(join.member, None)
-        self._learn(join.member, incarnation)
+        member = join.member
+        self.remove(member, "was replaced")
+        self.members[member] = self._by_connection[connection] = Member(
+            connection, member, join, incarnation, time.monotonic()
+        )
+        self.lost.pop(member, None)
+        self._learn(member, incarnation)
         for other in join.offered:
             self._learn(MemberId.trainer(other.rank), min(other.incarnation, time.time_ns()))
 
@@ -116,6 +122,7 @@ class Membership:
         """A member is gone; None if it was not there."""
         known = self.members.pop(member, None)
         if known is not None:
+            del self._by_connection[known.connection]
             self.lost[member] = how
             self._open[known.join.side].discard(known.join.rank)
         return known
@@ -123,6 +130,7 @@ class Membership:
     def remove_all(self) -> None:
         """Remove all members."""
         self.members.clear()
+        self._by_connection.clear()
         self._open = {side: set() for side in self.num}
 
     def begin_round(self) -> None:
@@ -144,8 +152,7 @@ class Membership:
 
     def behind(self, connection: str) -> Member | None:
         """The member that speaks through a connection now."""
-        known = self.members.get(self.name_of(connection))
-        return known if known is not None and known.connection == connection else None
+        return self._by_connection.get(connection)
 
     @property
     def is_complete(self) -> bool:
@@ -179,6 +186,8 @@ class Membership:
         """Engines of which every rank is present and open."""
         present = self.open_ranks("engine")
         engines = range(self.num["engine"] // self.ranks_per_engine)
+        if len(present) == self.num["engine"]:
+            return list(engines)
         return [engine for engine in engines if present.issuperset(self.ranks_of(engine))]
 
     def silent_for(self, silence_s: float) -> dict[MemberId, float]:

@@ -36,6 +36,7 @@ from weft.runtime.control.member_id import MemberId
 from weft.runtime.control.messages import Join, Opened, ReceivePlan, SendPlan
 from weft.runtime.controller.membership import choose_links
 from weft.runtime.controller.planning import Planning
+from weft.runtime.memory import trim_heap
 from weft.transport.registry import Choice
 
 log = logging.getLogger(__name__)
@@ -150,6 +151,8 @@ class Planner:
         while (begun := self._jobs.get()) is not None:
             with _uncollected():
                 self._work_on(*begun)
+            del begun
+            trim_heap()
 
     def _work_on(self, number: int, job: Iterator[Result]) -> None:
         """A job to its end, unless it is given up."""

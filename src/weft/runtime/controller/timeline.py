@@ -69,8 +69,10 @@ class Timelines:
             self._end(message, version)
 
     def _note(self, member: MemberId, message: Any) -> _Version | None:
+        if not self._journal.is_open:
+            return None
         number = getattr(message, "version", None)
-        if not self._journal.is_open or not isinstance(number, int) or number in self._ended:
+        if not isinstance(number, int) or number in self._ended:
             return None
         version = self._versions.get(number)
         if version is None:

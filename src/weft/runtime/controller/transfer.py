@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from weft.core.version import Decision
-from weft.runtime.control.messages import WriteReport
+from weft.runtime.control.messages import Go, WriteReport
 
 
 @dataclass(slots=True)
@@ -38,6 +38,8 @@ class Transfer:
     is_second_round: bool = False
     dropped: set[int] = field(default_factory=set)
     """Engine ranks that were lost, or belong to an engine of which one was."""
+    go: Go | None = None
+    """What trainers are told when they may write; made when the first one is, and again when takers are lost."""
     told: set[int] = field(default_factory=set)
     """Engine ranks that trainers were told to write to."""
     has_bytes: bool = False
@@ -50,7 +52,7 @@ class Transfer:
 
     def begin_second_round(self, *, deadline: float, pauses: bool) -> None:
         """All trainers write once more, to the engine ranks that need the version whole; those may have to pause."""
-        self.is_second_round, self.deadline = True, deadline
+        self.is_second_round, self.deadline, self.go = True, deadline, None
         self.whole &= self.engines
         self.parts = [part for part in self.parts if part.engine not in self.whole]
         self.waiting, self.finished = self.finished, set()
@@ -60,6 +62,7 @@ class Transfer:
     def drop(self, ranks: Iterable[int]) -> None:
         """Engine ranks no longer take part: they are not waited for, and no trainer is told to write to them."""
         self.dropped.update(ranks)
+        self.go = None
         self.unpaused -= self.dropped
 
     @property

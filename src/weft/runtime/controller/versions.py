@@ -253,8 +253,8 @@ class Versions:
         """
         if not self._commits.ranks:
             return False
-        lagging = self._commits.owing_since(time.monotonic() - self._settings.beat_s)
-        return len(lagging) < len(self._commits.ranks) or len(self._free_engines()) < self.needed_engines
+        lately = time.monotonic() - self._settings.beat_s
+        return self._commits.owes_after(lately) or len(self._free_engines()) < self.needed_engines
 
     def _offer(self, trainer: int, version: int) -> None:
         """A trainer's turn: open the version, or join the others that write it."""
@@ -283,20 +283,23 @@ class Versions:
             pause_deadline=now + self._settings.pause_s,
         )
         self._hurry(True)
+        expect = Expect(version=version)
         for rank in sorted(ranks):
-            self._send(MemberId.engine(rank), Expect(version=version))
+            self._send(MemberId.engine(rank), expect)
 
     def _send_writers(self, transfer: Transfer) -> None:
         if transfer.unpaused or transfer.is_decided:
             return
-        engines = sorted(transfer.takers)
-        if transfer.waiting:
+        if not transfer.waiting:
+            return
+        if transfer.go is None:
+            engines = sorted(transfer.takers)
             transfer.told.update(engines)
-        holds = [self._holds.get(rank) for rank in engines]
-        go = Go(version=transfer.version, engines=engines, holds=holds, whole=transfer.is_second_round)
+            holds = [self._holds.get(rank) for rank in engines]
+            transfer.go = Go(version=transfer.version, engines=engines, holds=holds, whole=transfer.is_second_round)
         for trainer in sorted(transfer.waiting):
             transfer.writers.add(trainer)
-            self._send(MemberId.trainer(trainer), go)
+            self._send(MemberId.trainer(trainer), transfer.go)
         transfer.waiting.clear()
 
     def _turn_away(self) -> None:
@@ -317,9 +320,9 @@ class Versions:
         self._steps[rank] = version, step
         ranks = self._membership.ranks_of(rank // self._membership.ranks_per_engine)
         if all(self._steps.get(other, (None, 0))[0] == version for other in ranks):
-            boundary = max(self._steps[other][1] for other in ranks) + STEPS_AHEAD
+            boundary = Boundary(version=version, step=max(self._steps[other][1] for other in ranks) + STEPS_AHEAD)
             for other in ranks:
-                self._send(MemberId.engine(other), Boundary(version=version, step=boundary))
+                self._send(MemberId.engine(other), boundary)
 
     def paused(self, rank: int, version: int) -> None:
         """An engine rank stands still for a version in place."""
@@ -459,8 +462,9 @@ class Versions:
         self.last_wire_bytes, self.last_magnitude_bytes = transfer.wire_bytes, transfer.magnitude_bytes
         log.info("version %d is served everywhere (%.1f ms)", transfer.version, self.last_version_s * 1e3)
         self._served(transfer)
+        decide = Decide(version=transfer.version, commit=True)
         for rank in self._membership.joins("trainer"):
-            self._send(MemberId.trainer(rank), Decide(version=transfer.version, commit=True))
+            self._send(MemberId.trainer(rank), decide)
 
     def apply(self, decision: Decision | None) -> None:
         """Tell all members what was decided."""
@@ -491,8 +495,9 @@ class Versions:
         """What was decided, and whether engines that do not commit hold torn weights."""
         transfer.aborted = None
         commits = {rank for engine in decision.engines for rank in self._membership.ranks_of(engine)}
+        commit = Decide(version=decision.version, commit=True)
         for rank in transfer.engines & set(self._membership.joins("engine")):
-            message = Decide(version=decision.version, commit=True)
+            message = commit
             if rank not in commits:
                 is_torn = transfer.has_bytes and rank in transfer.told and self._is_live(transfer, rank)
                 if is_torn:
@@ -505,9 +510,9 @@ class Versions:
         self.counts["aborted"] += 1
         self.last_abort = decision.reason
         log.warning("version %d was aborted: %s", decision.version, decision.reason)
+        abort = Decide(version=decision.version, commit=False, reason=decision.reason)
         for rank in self._membership.joins("trainer"):
-            message = Decide(version=decision.version, commit=False, reason=decision.reason)
-            self._send(MemberId.trainer(rank), message)
+            self._send(MemberId.trainer(rank), abort)
         self._wants = {rank: version for rank, version in self._wants.items() if version != decision.version}
 
     def _ready(self, rank: int, version: int) -> Decision | None:
