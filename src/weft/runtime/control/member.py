@@ -68,6 +68,8 @@ class ControlThread:
         self.settings = TransferSettings()
         """The controller's settings, once it has answered."""
         self.ranks_per_engine, self.num_trainers = 1, 1
+        self.is_recorded = False
+        """Whether the controller records what arrives."""
         self.incarnation = 0
         """The controllers' number for this process among those of its rank; 0 before one has answered."""
         self._made = time.monotonic()
@@ -213,6 +215,7 @@ class ControlThread:
             case Welcome():
                 self.settings, self.incarnation = message.settings, message.incarnation
                 self.ranks_per_engine, self.num_trainers = message.ranks_per_engine, message.num_trainers
+                self.is_recorded = message.records
                 self._is_joined, self._status = True, ""
                 self._duties.joined()
             case Alive(status=status):

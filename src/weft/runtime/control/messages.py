@@ -25,7 +25,7 @@ from weft.transport.base import Descriptor, Endpoint
 from weft.transport.host import ProcessIdentity
 from weft.transport.registry import Place
 
-PROTOCOL = 11
+PROTOCOL = 12
 STEPS_AHEAD = 2
 """How many steps an engine rank may advance while the ranks of its engine agree on a boundary."""
 
@@ -134,7 +134,7 @@ def tag_of(version: int, *, whole: bool) -> int:
     return 2 * version + (2 if whole else 1)
 
 
-class WriteReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class WriteReport(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, kw_only=True):
     """What one trainer wrote to one engine rank."""
 
     trainer: int
@@ -205,7 +205,7 @@ class Failed(_Message, frozen=True):
     reason: str
 
 
-class ArrivalReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class ArrivalReport(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, kw_only=True):
     """What one engine rank received from one trainer."""
 
     trainer: int
@@ -221,6 +221,7 @@ class Committed(_Message, frozen=True):
     pause_s: float = 0.0
     """How long the engine stood still for it."""
     arrivals: list[ArrivalReport] = []
+    """What came from each trainer, if the controller records it."""
 
 
 class Beat(_Message, frozen=True):
@@ -243,6 +244,8 @@ class Welcome(_Message, frozen=True):
     settings: TransferSettings
     ranks_per_engine: int
     num_trainers: int
+    records: bool = False
+    """Whether the controller records what arrives: engines report it with every commit."""
 
 
 class Refused(_Message, frozen=True):

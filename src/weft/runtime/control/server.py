@@ -191,16 +191,14 @@ class Server:
 
     def _read(self) -> tuple[str, bytes | None, str]:
         """Sender, the frame (None if there is not exactly one, or the sender has no name), and the sender's key."""
-        if self._allowed is None:
-            name, *parts = self._socket.recv_multipart()
-            key = ""
-        else:  # only an uncopied message knows its key
-            frames: list[Any] = self._socket.recv_multipart(copy=False)
-            name, key = frames[0].bytes, frames[-1]["User-Id"]
-            parts = [frame.bytes for frame in frames[1:]]
+        name = self._socket.recv()
+        frame: Any = self._socket.recv(copy=False)  # only an uncopied one knows its key, and whether more follow
+        is_alone, key = not frame.more, "" if self._allowed is None else frame["User-Id"]
+        while frame.more:
+            frame = self._socket.recv(copy=False)
         if not 0 < len(name) <= MAX_SENDER_BYTES or not name.isascii():
             return "", None, ""
-        return name.decode("ascii"), parts[0] if len(parts) == 1 else None, key
+        return name.decode("ascii"), frame.bytes if is_alone else None, key
 
     def _message(self, sender: str, peer: _Admitted, frame: Frame | None) -> Any:
         """The message a frame completes, if any."""

@@ -479,6 +479,7 @@ class Controller:
             settings=self._settings,
             ranks_per_engine=self._membership.ranks_per_engine,
             num_trainers=self._membership.num["trainer"],
+            records=self._journal.is_open,
         )
         self._send(member, welcome)
         self._journal.write(

@@ -81,6 +81,8 @@ class HostRates:
 
     def add(self, parts: Sequence[WriteReport], *, trainers: Mapping[int, str], engines: Mapping[int, str]) -> None:
         """A version was written; `trainers`, `engines`: the host of every rank."""
+        if all(part.seconds < MIN_SECONDS for part in parts):
+            return
         sending, receiving = _Side(), _Side()
         for part in parts:
             source, target = trainers.get(part.trainer), engines.get(part.engine)

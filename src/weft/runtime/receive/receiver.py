@@ -330,7 +330,7 @@ class Receiver:
     def _has_served(self, version: int) -> None:
         self.last_pause_s = time.monotonic() - self._pause_began
         self._control.listen_closely(for_now=False)
-        arrivals = self._following.reports(version)
+        arrivals = self._following.reports(version) if self._control.is_recorded else []
         self._control.post(Committed(version=version, pause_s=round(self.last_pause_s, 6), arrivals=arrivals))
 
     def _receive_in_place(self, version: int, timeout_s: float) -> bool:
