@@ -25,9 +25,12 @@ from weft.observe.events_file import read_versions
 from weft.web.dashboard import serve_dashboard
 
 DOCS = Path(__file__).parent.parent / "docs"
-WATCHED_S = 10.0
+WATCHED_S = {"demo": 10.0, "rehearsal": 40.0}
 START_S = 400.0
-SIZES = {"demo": (1500, 1500), "rehearsal": (1500, 2050)}
+HEADLESS_BORDER = 150
+"""What a browser's window has beside the page."""
+WIDTH, HEIGHT = 1500, 1000
+MAX_HEIGHT = 4000
 COMMANDS = {
     "demo": ("demo", "--iterations", "120", "--out", "{folder}"),
     "rehearsal": ("rehearse", "chen-kimi-k2", "--versions", "8", "--events", "{folder}/events.jsonl"),
@@ -57,7 +60,9 @@ def busy_s(driver: Any) -> float:
 def picture(driver: Any, name: str, theme: str) -> None:
     feature = [{"name": "prefers-color-scheme", "value": theme}]
     driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": feature})
-    time.sleep(0.5)
+    height = driver.execute_script("return document.documentElement.scrollHeight")
+    driver.set_window_size(WIDTH, min(height + HEADLESS_BORDER, MAX_HEIGHT))
+    time.sleep(1.0)
     suffix = "" if theme == "light" else "-dark"
     driver.save_screenshot(str(DOCS / f"dashboard-{name}{suffix}.png"))
 
@@ -65,7 +70,7 @@ def picture(driver: Any, name: str, theme: str) -> None:
 def watch(driver: Any, name: str, folder: Path) -> dict[str, Any]:
     """Open the page while the command runs: its work per second, then pictures."""
     events = folder / "events.jsonl"
-    driver.set_window_size(*SIZES[name])
+    driver.set_window_size(WIDTH, HEIGHT)
     command = [part.format(folder=folder) for part in COMMANDS[name]]
     with (
         serve_dashboard("127.0.0.1:0", events) as address,
@@ -76,7 +81,7 @@ def watch(driver: Any, name: str, folder: Path) -> dict[str, Any]:
         while (not events.exists() or len(read_versions(events)) < 3) and time.monotonic() < deadline:
             time.sleep(0.2)
         before, num_before, began = busy_s(driver), len(read_versions(events)), time.monotonic()
-        time.sleep(WATCHED_S)
+        time.sleep(WATCHED_S[name])
         lasted_s = time.monotonic() - began
         row = {
             "run": name,
