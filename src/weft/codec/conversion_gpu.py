@@ -53,6 +53,12 @@ class _GroupProgram:
     """The same in host memory."""
     num_wild: torch.Tensor
     """How many numbers are not finite, in host memory."""
+    to_host: Planes
+    """Copies of both."""
+    agreed: torch.Tensor
+    """Magnitudes all holders agree on, in host memory."""
+    from_host: Planes
+    """Their copy to `found`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,6 +76,10 @@ class _ChunkProgram:
     scales: torch.Tensor
     copies: dict[int, Planes]
     """What is copied unchanged, by the address of the image."""
+    num_wild: torch.Tensor
+    """How many numbers are not finite, in host memory."""
+    to_host: Planes
+    """Its copy."""
 
 
 class GpuConverter:
@@ -100,15 +110,12 @@ class GpuConverter:
 
         Raises CodecError, naming the tensor, for non-finite numbers.
         """
-        if group not in self._groups:
-            self._groups[group] = self._group(group)
-        program = self._groups[group]
+        program = self._group(group)
         if len(program.search.blocks):
             with self._searching.queue():
                 self._find(program.search, self._wild_before)
                 torch.index_select(self._amax, 0, self._cut[group], out=program.found)
-                program.fetched.copy_(program.found, non_blocking=True)
-                program.num_wild.copy_(self._wild_before[:1], non_blocking=True)
+                self._searching.queue_copy(program.to_host)
                 done = self._searching.marker()
             done.synchronize()
             if not self._allow_nonfinite and int(program.num_wild):
@@ -118,18 +125,36 @@ class GpuConverter:
         return magnitudes
 
     def _group(self, group: int) -> _GroupProgram:
-        mine = self.spread.blocks_of(group)
-        with self._searching.stream():
+        """The program of a group, made at its first use: before any of its Chunks can be filled."""
+        if group not in self._groups:
+            self._groups[group] = self._compile_group(group)
+        return self._groups[group]
+
+    def _compile_group(self, group: int) -> _GroupProgram:
+        mine, work = self.spread.blocks_of(group), self._searching
+        with work.stream():
             search = self._search(mine.start + np.flatnonzero(self._is_sought[mine]), self.spread.grids_of(group))
-            found = torch.empty(len(self._cut[group]), dtype=torch.float32, device=self._work.device)
-        fetched, num_wild = self._work.host_copy(found), self._work.host_copy(self._wild_before[:1])
-        return _GroupProgram(search=search, found=found, fetched=fetched, num_wild=num_wild)
+            found = torch.empty(len(self._cut[group]), dtype=torch.float32, device=work.device)
+        fetched, num_wild = work.host_copy(found), work.host_copy(self._wild_before[:1])
+        agreed = work.host_copy(found)
+        return _GroupProgram(
+            search=search,
+            found=found,
+            fetched=fetched,
+            num_wild=num_wild,
+            to_host=work.between([(fetched, found), (num_wild, self._wild_before[:1])]),
+            agreed=agreed,
+            from_host=work.between([(found, agreed)]),
+        )
 
     def agree(self, group: int, amax: Floats) -> None:
         """Take over the magnitudes of a group's cut blocks; queued before the chunks that need them."""
         if len(self.cut[group]):
+            program = self._group(group)
+            program.agreed.numpy()[:] = amax
             with self._work.queue():
-                self._amax[self._cut[group]] = self._work.upload(amax)
+                self._work.queue_copy(program.from_host)
+                self._amax.index_copy_(0, self._cut[group], program.found)
 
     def fill(self, chunk: ChunkFill, image: int) -> Wait:
         """Queue copies, conversions and scales. The wait raises CodecError for non-finite numbers."""
@@ -147,12 +172,14 @@ class GpuConverter:
             for src_dtype, dst_dtype, table in program.casts:
                 cast_kernels.cast(table, image, src_dtype, dst_dtype)
             fp8_kernels.write_scales(program.scales, image, self._amax)
-            num_wild = self._work.fetch(self._wild[:1]) if program.grids and not self._allow_nonfinite else None
+            is_checked = bool(program.grids) and not self._allow_nonfinite
+            if is_checked:
+                self._work.queue_copy(program.to_host)
             done = self._work.marker()
 
         def wait() -> None:
             done.synchronize()
-            if num_wild is not None and int(num_wild):
+            if is_checked and int(program.num_wild):
                 self._raise_if_wild(program.grids, self._wild)
 
         return wait
@@ -229,6 +256,7 @@ class GpuConverter:
         tiles = {width: MatrixTiles.of(boxes) for width, boxes in by_width.items()}
         grids = sorted({box.grid for box, _ in chunk.boxes if box.op != Op.CAST})
         scales = self._scales(chunk)
+        num_wild = self._work.host_copy(self._wild[:1])
         casts = ((*dtypes, self._work.upload(MatrixTiles.of(boxes).table())) for dtypes, boxes in by_cast.items())
         return _ChunkProgram(
             chunk=chunk,
@@ -240,6 +268,8 @@ class GpuConverter:
             casts=tuple(casts),
             scales=self._work.upload(scales),
             copies={},
+            num_wild=num_wild,
+            to_host=self._work.between([(num_wild, self._wild[:1])]),
         )
 
     def _missing(self, tiles: Sequence[MatrixTiles], scaled: Int64s) -> Int64s:

@@ -15,6 +15,8 @@ from weft.gpu.tiles import TILE_UNITS
 STEP_UNITS = 1024
 """Units a program has in flight."""
 WARPS = 16
+FEW_PROGRAMS = 16
+"""Enough to keep a bus busy, and few enough to leave most of the device to others."""
 
 
 @triton.jit
@@ -29,7 +31,28 @@ def _walk_kernel(  # type: ignore[no-untyped-def]
     STEP: tl.constexpr,
 ):
     """One tile; its digest goes to `sums`."""
-    tile = tl.program_id(0)
+    _walk_tile(planes, tiles, keys, sums, tl.program_id(0), IS_COPIED, IS_DIGESTED, TILE, STEP)
+
+
+@triton.jit
+def _copy_with_few_kernel(planes, tiles, num_tiles, PROGRAMS: tl.constexpr, TILE: tl.constexpr, STEP: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Every program copies tile after tile."""
+    for tile in range(tl.program_id(0), num_tiles, PROGRAMS):
+        _walk_tile(planes, tiles, planes, planes, tile, True, False, TILE, STEP)
+
+
+@triton.jit
+def _walk_tile(  # type: ignore[no-untyped-def]
+    planes,
+    tiles,
+    keys,
+    sums,
+    tile,
+    IS_COPIED: tl.constexpr,
+    IS_DIGESTED: tl.constexpr,
+    TILE: tl.constexpr,
+    STEP: tl.constexpr,
+):
     entry = tl.load(tiles + tile)
     plane = planes + (entry & 0xFFFFFFFF) * 9
     number = entry >> 32
@@ -153,6 +176,13 @@ def _block_weight(block):  # type: ignore[no-untyped-def]
     x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9
     x = (x ^ (x >> 27)) * 0x94D049BB133111EB
     return ((x ^ (x >> 31)) | 1).to(tl.int64)
+
+
+def copy_with_few(planes: torch.Tensor, tiles: torch.Tensor) -> None:
+    """Copy a WalkTable's planes on the current stream, with a few of the device's processors."""
+    _copy_with_few_kernel[(min(len(tiles), FEW_PROGRAMS),)](
+        planes, tiles, len(tiles), PROGRAMS=FEW_PROGRAMS, TILE=TILE_UNITS, STEP=STEP_UNITS, num_warps=WARPS
+    )
 
 
 def walk(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Self
 
@@ -18,9 +18,9 @@ from numpy.typing import NDArray
 
 from weft import native
 from weft.core.geometry.planes import Column, Planes, rows_as_planes
-from weft.gpu.memory import device_view, host_view, pinned_view
+from weft.gpu.memory import device_view, host_view, is_pinned, pinned_view
 from weft.gpu.tiles import walk_table
-from weft.gpu.walking import walk
+from weft.gpu.walking import copy_with_few, walk
 
 LARGE_BYTES = 256 << 20
 """Single rows from this size on are left to the driver's own copy, which is as fast as the memory; with smaller ones
@@ -38,6 +38,8 @@ class _Walk:
     tiles: torch.Tensor
     large: tuple[tuple[int, int, int], ...]
     """Destination, source, bytes."""
+    crosses_bus: bool
+    """Whether one side is host memory: the bus is slow, and must not hold up everything else on the device."""
 
 
 class GpuWork:
@@ -88,6 +90,17 @@ class GpuWork:
     def host_copy(self, values: torch.Tensor) -> torch.Tensor:
         """Room for a copy in host memory."""
         return torch.empty(values.shape, dtype=values.dtype, pin_memory=self.device.type == "cuda")
+
+    def between(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Planes:
+        """Copies between the device and a `host_copy`, for `queue_copy`: destination and source of each.
+
+        Kernels move them, which read and write pinned memory themselves: the device's copy engines may be busy with
+        megabytes of weights when a few numbers are asked for.
+        """
+        used = [(dst, src) for dst, src in pairs if src.numel()]
+        dst, src = (np.array([pair[end].data_ptr() for pair in used], dtype=np.uint64) for end in (0, 1))
+        length = np.array([source.numel() * source.element_size() for _, source in used], dtype=np.uint64)
+        return rows_as_planes(dst=dst, src=src, length=length)
 
     def fetch(self, values: torch.Tensor) -> torch.Tensor:
         """A copy in host memory, queued on the current stream: complete when a later `marker` is reached."""
@@ -154,7 +167,9 @@ class GpuWork:
         work = self._walk(planes, is_copied=True, is_digested=False)
         for dst, src, size in work.large:
             self.view(dst, size).copy_(self.view(src, size), non_blocking=True)
-        if len(work.tiles):
+        if work.crosses_bus and len(work.tiles):
+            copy_with_few(work.planes, work.tiles)
+        elif len(work.tiles):
             walk(work.planes, work.tiles, self._keys, None, is_copied=True)
 
     def _digested(self, planes: Planes, *, is_copied: bool) -> int:
@@ -179,7 +194,9 @@ class GpuWork:
             table = walk_table(planes.take(~is_large), is_copied=is_copied, is_digested=is_digested)
             columns = (column[is_large].tolist() for column in (planes.dst, planes.src, planes.length))
             large = tuple(zip(*columns, strict=True))
-            walks[is_copied, is_digested] = _Walk(self.upload(table.planes), self.upload(table.tiles), large)
+            crosses_bus = any(len(column) and is_pinned(int(column[0]), 1) for column in (planes.src, planes.dst))
+            tables = self.upload(table.planes), self.upload(table.tiles)
+            walks[is_copied, is_digested] = _Walk(*tables, large, crosses_bus)
         return walks[is_copied, is_digested]
 
     def _is_large(self, planes: Planes) -> NDArray[np.bool_]:

@@ -15,7 +15,7 @@ const weftCharts = (() => {
   const drawn = new Map();
 
   const colour = name => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
-  const number = value => Number.isInteger(value) ? String(value) : Number(value).toPrecision(3);
+  const number = value => Number.isInteger(value) || Math.abs(value) >= 100 ? Math.round(value).toLocaleString("en") : Number(value).toPrecision(3);
   const stage = (bar, rank) => colour(STAGES[bar.group ?? bar.name] ?? (bar.name.includes("wait") ? "--grey" : COLOURS[rank % COLOURS.length]));
   const text = value => String(value).replace(/[&<>"]/g, found => ({"&": "&amp;", "<": "&lt;", ">": "&gt;", '"': "&quot;"}[found]));
 
@@ -37,7 +37,7 @@ const weftCharts = (() => {
     const {axis, ...rest} = base();
     return {...rest,
       legend: {...rest.legend, show: spec.series.length > 1},
-      grid: {...rest.grid, bottom: 26},
+      grid: {...rest.grid, right: 30, bottom: 26},
       tooltip: {...rest.tooltip, trigger: "axis", valueFormatter: number},
       xAxis: {...axis, type: "value", name: spec.x_name, nameLocation: "middle", nameGap: 24, scale: true, minInterval: 1, splitLine: {show: false}},
       yAxis: {...axis, type: "value", name: spec.y_name, min: 0},
@@ -92,7 +92,8 @@ const weftCharts = (() => {
       grid: {...rest.grid, left: 30, top: 8, bottom: 60},
       tooltip: {...rest.tooltip, formatter: ({data}) => `${text(spec.y_name)} ${text(spec.rows[data[1]])} → ${text(spec.x_name)} ${text(spec.columns[data[0]])}<br><b>${number(data[2])} ${spec.unit}</b>${data[3] ? "<br>" + text(data[3]) : ""}`},
       xAxis: {...axis, type: "category", data: spec.columns, name: spec.x_name, nameLocation: "middle", nameGap: 24, splitArea: {show: false}},
-      yAxis: {...axis, type: "category", data: spec.rows, name: spec.y_name, nameLocation: "middle", nameGap: 34, inverse: true},
+      yAxis: {...axis, type: "category", data: spec.rows, name: spec.y_name, nameLocation: "middle", nameGap: 34, inverse: true,
+        axisLabel: {...axis.axisLabel, interval: Math.ceil(spec.rows.length / 16) - 1}},
       visualMap: {dimension: 2, min: 0, max: most || 1, calculable: false, orient: "horizontal", left: "center", bottom: 0, itemHeight: 140, itemWidth: 10,
         textStyle: {color: colour("--soft")}, text: [`${number(most)} ${spec.unit}`, "0"], inRange: {color: [colour("--low"), colour("--high")]}},
       series: [{type: "heatmap", data: spec.cells, progressive: 4000, itemStyle: {borderWidth: spec.cells.length < 400 ? 1 : 0, borderColor: colour("--card")}, emphasis: {itemStyle: {borderColor: colour("--ink"), borderWidth: 1}}}],
