@@ -11,6 +11,7 @@ from weft.core.models.model import Model
 from weft.core.planner import make_plan
 from weft.core.plans.plan import Plan
 from weft.core.topology import Cluster, HostKind, Nic
+from weft.errors import LayoutError
 from weft.sim.simulator import Options, simulate
 
 COPY_BYTES_PER_S = 2e9
@@ -39,7 +40,7 @@ def predict(
     mode: str,
     digest: str,
 ) -> float | None:
-    """Seconds from publish to committed; None where the simulator has no rate."""
+    """Seconds from publish to committed; None where the simulator has no rate, or engines do not cut a model so."""
     wire = {"shm": rates.copy, "cuda_ipc": rates.copy, "cma": rates.kernel, "nixl": rates.nixl}.get(transport)
     if not wire:
         return None
@@ -47,7 +48,10 @@ def predict(
     if digest == DigestPolicy.ON and rates.digest:
         per_process = 1 / (1 / per_process + 1 / rates.digest)
     cluster = _machine(per_process, rates.copy / num_trainers)
-    return _predict_on(cluster, model, num_trainers, num_engine_ranks, num_parts, mode)
+    try:
+        return _predict_on(cluster, model, num_trainers, num_engine_ranks, num_parts, mode)
+    except LayoutError:  # plain slices of tensors, for which heads need not be divisible, are moved all the same
+        return None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

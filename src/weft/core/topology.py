@@ -77,7 +77,7 @@ class HostKind:
     cross_rail_gbps: float = 0.0
     """Limit of a whole host for traffic that changes rail, Gb/s; 0: none."""
     cpu_gb_per_s: float = 6.0
-    """Local copy of CPU memory, one way, GB/s."""
+    """Local copy of CPU memory, one way, by one core while the others are busy, too, GB/s."""
     op_us: Mapping[str, float] = field(default_factory=dict)
     """Time of one write beyond its bytes, by transport, in microseconds."""
 
