@@ -31,7 +31,8 @@ class _Version:
 
     began: float
     moments: list[tuple[float, str, str]] = field(default_factory=list)
-    writes: Transfers = field(default_factory=list)
+    writes: dict[tuple[int, int], tuple[int, float]] = field(default_factory=dict)
+    """What was written from a trainer to an engine rank; in the last round, where patches did not suffice."""
     arrivals: Transfers = field(default_factory=list)
     stages: dict[str, dict[str, float]] = field(default_factory=dict)
     pauses: dict[str, float] = field(default_factory=dict)
@@ -40,7 +41,9 @@ class _Version:
         """A message came or went."""
         self.moments.append((round(time.monotonic() - self.began, 6), type(message).__name__, str(member)))
         if isinstance(message, Written):
-            self.writes += [(part.trainer, part.engine, part.num_bytes, _sane(part.seconds)) for part in message.parts]
+            self.writes |= {
+                (part.trainer, part.engine): (part.num_bytes, _sane(part.seconds)) for part in message.parts
+            }
             self.stages[str(member)] = {stage: _sane(seconds) for stage, seconds in message.stages.items()}
         elif isinstance(message, Committed):
             self.arrivals += [
@@ -92,7 +95,7 @@ class Timelines:
             reason=decision.reason,
             seconds=round(time.monotonic() - version.began, 6),
             moments=version.moments,
-            writes=version.writes,
+            writes=[(*link, *written) for link, written in version.writes.items()],
             arrivals=version.arrivals,
             stages=version.stages,
             pauses=version.pauses,

@@ -1,0 +1,41 @@
+"""What the journal keeps of a version: both ends of every link agree, also where patches did not suffice."""
+
+from __future__ import annotations
+
+import json
+
+from weft.runtime.control.member_id import MemberId
+from weft.runtime.control.messages import ArrivalReport, Committed, Decide, Want, WriteReport, Written
+from weft.runtime.controller.journal import Journal
+from weft.runtime.controller.timeline import Timelines
+
+TRAINER = MemberId.trainer(0)
+
+
+def written(*sizes: tuple[int, int]) -> Written:
+    parts = [WriteReport(trainer=0, engine=engine, num_bytes=size, digest=0, seconds=0.5) for engine, size in sizes]
+    return Written(version=7, parts=parts, losses=[])
+
+
+def test_a_link_that_was_written_twice_has_what_arrived(tmp_path):
+    path = tmp_path / "events.jsonl"
+    journal = Journal(path)
+    timelines = Timelines(journal)
+    timelines.heard(TRAINER, Want(version=7))
+    timelines.heard(TRAINER, written((0, 10), (1, 20)))
+    timelines.heard(TRAINER, written((1, 4000)))
+    for engine, size in enumerate((10, 4000)):
+        arrived = ArrivalReport(trainer=0, num_bytes=size, seconds=0.1)
+        timelines.heard(MemberId.engine(engine), Committed(version=7, arrivals=[arrived]))
+    timelines.told(TRAINER, Decide(version=7, commit=True))
+    journal.close()
+    line = json.loads(path.read_text().splitlines()[-1])
+    assert line["writes"] == [[0, 0, 10, 0.5], [0, 1, 4000, 0.5]]
+    assert line["arrivals"] == [[0, 0, 10, 0.1], [0, 1, 4000, 0.1]]
+
+
+def test_without_a_journal_nothing_is_kept():
+    timelines = Timelines(Journal(None))
+    timelines.heard(TRAINER, Want(version=7))
+    timelines.told(TRAINER, Decide(version=7, commit=True))
+    assert not timelines._versions
