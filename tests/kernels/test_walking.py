@@ -11,6 +11,7 @@ pytest.importorskip("triton")
 from weft import native  # noqa: E402
 from weft.core.geometry.planes import Planes  # noqa: E402
 from weft.gpu.tiles import BLOCK_BYTES, TILE_UNITS, WHOLE_BLOCKS, walk_table  # noqa: E402
+from weft.gpu.walking import FEW_PROGRAMS, copy_with_few  # noqa: E402
 
 MEMORY_BYTES = 1 << 20
 MIXTURE = [
@@ -71,6 +72,18 @@ def test_planes_of_all_kinds(work, shapes):
     assert work.digest_planes(there) == wanted[0]
     target.zero_()
     assert work.copy_planes(there) == there.num_bytes
+    assert np.array_equal(target.cpu().numpy(), expected)
+
+
+@pytest.mark.parametrize("shapes", [MIXTURE[:1], MIXTURE * (FEW_PROGRAMS // 8)])
+def test_copies_by_a_few_programs(work, shapes):
+    source, target, data, expected = on_device(work, 3)
+    there = planes(shapes, source.data_ptr(), target.data_ptr())
+    native.copy_planes(planes(shapes, data.ctypes.data, expected.ctypes.data))
+    table = walk_table(there, is_copied=True, is_digested=False)
+    assert (len(table.tiles) > FEW_PROGRAMS) is (len(shapes) > 1)
+    with work.stream():
+        copy_with_few(work.upload(table.planes), work.upload(table.tiles))
     assert np.array_equal(target.cpu().numpy(), expected)
 
 

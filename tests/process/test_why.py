@@ -211,18 +211,24 @@ def test_a_version_that_waits_for_the_one_before(fleet):
     assert longest(explain(fleet.lines()[-1])) == "the previous version or a plan was not finished"
 
 
-@pytest.mark.parametrize(
-    "fleet", [{"mode": "in_place", "pause_s": 1.0, "commit_policy": CommitPolicy.ALL}], indirect=True
-)
-def test_a_version_that_was_aborted_names_who_did_not_pause(fleet):
-    fleet.add_trainers()
-    fleet.version()
+def aborted_version(fleet: Fleet) -> Diagnosis:
+    """Publish a version that fails; returns the explanation of its line."""
     publications = [trainer.publish(version=20) for trainer in fleet.trainers]
     for publication in publications:
         with pytest.raises(VersionError):
             publication.wait_committed(WAIT_S)
     found = explain(fleet.lines()[-1])
     assert found.outcome == "aborted"
+    return found
+
+
+@pytest.mark.parametrize(
+    "fleet", [{"mode": "in_place", "pause_s": 1.0, "commit_policy": CommitPolicy.ALL}], indirect=True
+)
+def test_a_version_that_was_aborted_names_who_did_not_pause(fleet):
+    fleet.add_trainers()
+    fleet.version()
+    found = aborted_version(fleet)
     assert longest(found) == "engine 0, engine 1 had not paused"
     assert "did not pause" in found.sentence
 
@@ -241,12 +247,7 @@ def test_a_version_that_was_aborted_names_who_did_not_write(fleet):
     fleet.add_trainers(lambda rank: (Stopping if rank == 1 else ShmTransport)(f"trainer {rank}", writer=rank))
     fleet.version()
     stops["now"] = True
-    publications = [trainer.publish(version=20) for trainer in fleet.trainers]
-    for publication in publications:
-        with pytest.raises(VersionError):
-            publication.wait_committed(WAIT_S)
-    found = explain(fleet.lines()[-1])
-    assert found.outcome == "aborted"
+    found = aborted_version(fleet)
     assert longest(found) == "trainer 1 had not written"
     assert "trainer 1 to write" in found.sentence
 

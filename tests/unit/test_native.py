@@ -93,6 +93,21 @@ def test_writing_into_a_process(either):
     assert not target[1::2].any()
 
 
+def test_writing_into_a_process_and_digesting_what_was_written(either):
+    lengths = [0, 700_001, 3, 0, 64, 5000, 0]  # more than a call's share, parts of words, empty rows
+    source = np.random.default_rng(2).integers(0, 256, sum(lengths), dtype=np.uint8)
+    target = np.zeros(len(source) + 16 * len(lengths), dtype=np.uint8)
+    length = np.array(lengths, dtype=np.uint64)
+    begin = np.cumsum(length) - length
+    apart = begin + np.arange(len(lengths), dtype=np.uint64) * np.uint64(16)
+    position = begin * np.uint64(3) + np.uint64(5)
+    columns = apart + np.uint64(target.ctypes.data), begin + np.uint64(source.ctypes.data), position, length
+    assert native.write_process_digest(os.getpid(), *columns) == native.digest(columns[1], position, length)
+    for to, start, size in zip(apart.tolist(), begin.tolist(), lengths, strict=True):
+        assert np.array_equal(target[to : to + size], source[start : start + size])
+    assert int(target.sum()) == int(source.sum())
+
+
 def test_writing_to_unmapped_memory_is_an_error(either):
     source = np.zeros(16, dtype=np.uint8)
     with pytest.raises(OSError, match="Bad address"):

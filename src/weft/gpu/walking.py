@@ -34,7 +34,7 @@ def _walk_kernel(  # type: ignore[no-untyped-def]
     _walk_tile(planes, tiles, keys, sums, tl.program_id(0), IS_COPIED, IS_DIGESTED, TILE, STEP)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tiles"])
 def _copy_with_few_kernel(planes, tiles, num_tiles, PROGRAMS: tl.constexpr, TILE: tl.constexpr, STEP: tl.constexpr):  # type: ignore[no-untyped-def]
     """Every program copies tile after tile."""
     for tile in range(tl.program_id(0), num_tiles, PROGRAMS):

@@ -94,8 +94,8 @@ class GpuWork:
     def between(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Planes:
         """Copies between the device and a `host_copy`, for `queue_copy`: destination and source of each.
 
-        Kernels move them, which read and write pinned memory themselves: the device's copy engines may be busy with
-        megabytes of weights when a few numbers are asked for.
+        A kernel moves them, which reads and writes pinned memory itself: no call of the driver for each, and no wait
+        for the device's copy engines.
         """
         used = [(dst, src) for dst, src in pairs if src.numel()]
         dst, src = (np.array([pair[end].data_ptr() for pair in used], dtype=np.uint64) for end in (0, 1))
