@@ -84,14 +84,19 @@ class Fleet:
             publication.wait_committed(WAIT_S)
         for taker in takers:
             taker.join()
-        return explain(self.lines()[-1])
+        return explain(self.line(self._version))
 
     def _take(self, rank: int, late_s: float) -> None:
         time.sleep(late_s)
         self.engines[rank].wait(WAIT_S).commit(WAIT_S)
 
-    def lines(self) -> list[dict[str, Any]]:
-        return read_versions(self._path)
+    def line(self, version: int) -> dict[str, Any]:
+        """What was recorded of a version; it may be a moment after its end."""
+        deadline = time.monotonic() + WAIT_S
+        while (found := {line["version"]: line for line in read_versions(self._path)}.get(version)) is None:
+            assert time.monotonic() < deadline, f"version {version} is not recorded"
+            time.sleep(0.01)
+        return found
 
 
 @pytest.fixture
@@ -208,7 +213,7 @@ def test_a_version_that_waits_for_the_one_before(fleet):
         fleet._take(rank, 0.0)
     for publication in (*first, *second):
         publication.wait_committed(WAIT_S)
-    assert longest(explain(fleet.lines()[-1])) == "the previous version or a plan was not finished"
+    assert longest(explain(fleet.line(11))) == "the previous version or a plan was not finished"
 
 
 def aborted_version(fleet: Fleet) -> Diagnosis:
@@ -217,7 +222,7 @@ def aborted_version(fleet: Fleet) -> Diagnosis:
     for publication in publications:
         with pytest.raises(VersionError):
             publication.wait_committed(WAIT_S)
-    found = explain(fleet.lines()[-1])
+    found = explain(fleet.line(20))
     assert found.outcome == "aborted"
     return found
 

@@ -35,7 +35,37 @@ def test_a_link_that_was_written_twice_has_what_arrived(tmp_path):
 
 
 def test_without_a_journal_nothing_is_kept():
-    timelines = Timelines(Journal(None))
+    journal = Journal(None)
+    timelines = Timelines(journal)
     timelines.heard(TRAINER, Want(version=7))
     timelines.told(TRAINER, Decide(version=7, commit=True))
+    journal.write_due()
     assert not timelines._versions
+    assert not journal._waiting
+
+
+def test_lines_keep_their_order_and_wait_for_the_end_of_a_version(tmp_path):
+    path = tmp_path / "events.jsonl"
+    journal = Journal(path)
+    timelines = Timelines(journal)
+    timelines.heard(TRAINER, Want(version=7))
+    journal.write_due()
+    assert path.read_text() == "", "nobody looks at a version while its members wait"
+    timelines.told(TRAINER, Decide(version=7, commit=False, reason="none"))
+    journal.write(member="trainer 0", state="lost")
+    timelines.heard(TRAINER, Want(version=8))
+    journal.write_due()
+    begun, ended, lost, next_begun = map(json.loads, path.read_text().splitlines())
+    assert (begun["begun"], ended["outcome"], lost["state"], next_begun["begun"]) == (7, "aborted", "lost", 8)
+    assert [moment[1] for moment in ended["moments"]] == ["Want", "Decide"]
+    journal.close()
+
+
+def test_what_waits_for_long_is_written(tmp_path, monkeypatch):
+    path = tmp_path / "events.jsonl"
+    journal = Journal(path)
+    Timelines(journal).heard(TRAINER, Want(version=7))
+    monkeypatch.setattr("weft.runtime.controller.journal.PATIENCE_S", -1.0)
+    journal.write_due()
+    assert json.loads(path.read_text())["begun"] == 7
+    journal.close()

@@ -310,6 +310,7 @@ class Controller:
                     self._handle_safely(received.sender, received.message)
                     if not isinstance(received.message, Beat):
                         self._cpu_s += time.thread_time() - received.thread_s
+                self._journal.write_due()
                 self._rounds.take_planned()
                 self._look_at_clocks()
         finally:

@@ -6,14 +6,15 @@
     {"at": …, "begun": 7}                                                                                a version
     {"at": …, "version": 7, "outcome": "committed", …}                          it has ended, see `timeline`
 
-A restarted controller appends to the same file. `weft why`, `weft trace` and `weft dashboard` read it. Belongs to the
-controller's thread.
+Lines reach the file when no message waits for an answer, those of a version when it has ended. A restarted controller
+appends to the same file. `weft why`, `weft trace` and `weft dashboard` read it. Belongs to the controller's thread.
 """
 
 from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +24,19 @@ from weft.errors import ConfigError
 
 log = logging.getLogger(__name__)
 
+PATIENCE_S = 0.1
+"""How long entries that are not urgent may wait."""
+Lines = Iterable[dict[str, Any]]
+
 
 class Journal:
     """The file, if one was asked for."""
 
     def __init__(self, path: Path | None) -> None:
         self._encode = msgspec.json.Encoder().encode
+        self._waiting: list[tuple[float, Callable[[], Lines]]] = []
+        """When each entry was added, and what makes its lines."""
+        self._is_urgent = False
         try:
             self._file = None if path is None else path.open("ab", buffering=0)
         except OSError as error:
@@ -40,17 +48,35 @@ class Journal:
         return self._file is not None
 
     def write(self, **facts: Any) -> None:
-        """Append a line. A full disk ends the recording, not the controller."""
-        if self._file is None:
+        """Add a line."""
+        self.add(lambda: (facts,), is_urgent=True)
+
+    def add(self, make: Callable[[], Lines], *, is_urgent: bool) -> None:
+        """Add lines that are made when they are written."""
+        if self._file is not None:
+            self._waiting.append((time.time(), make))
+            self._is_urgent |= is_urgent
+
+    def write_due(self) -> None:
+        """Write what was added, if it is urgent or has waited for long."""
+        if self._is_urgent or (self._waiting and time.time() > self._waiting[0][0] + PATIENCE_S):
+            self._write_waiting()
+
+    def _write_waiting(self) -> None:
+        """A full disk ends the recording, not the controller."""
+        entries, self._waiting, self._is_urgent = self._waiting, [], False
+        lines = [self._encode({"at": at, **line}) + b"\n" for at, make in entries for line in make()]
+        if self._file is None or not lines:
             return
         try:
-            self._file.write(self._encode({"at": time.time(), **facts}) + b"\n")
+            self._file.write(b"".join(lines))
         except OSError as error:
             log.warning("events are no longer written: %s", error)
             self.close()
 
     def close(self) -> None:
-        """No more lines are written."""
+        """Write what was added, and no more lines."""
+        self._write_waiting()
         file, self._file = self._file, None
         if file is not None:
             file.close()

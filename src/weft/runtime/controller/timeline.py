@@ -13,7 +13,9 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from weft.runtime.control.member_id import MemberId
@@ -37,9 +39,9 @@ class _Version:
     stages: dict[str, dict[str, float]] = field(default_factory=dict)
     pauses: dict[str, float] = field(default_factory=dict)
 
-    def note(self, member: MemberId, message: Any) -> None:
+    def note(self, at: float, member: MemberId, message: Any) -> None:
         """A message came or went."""
-        self.moments.append((round(time.monotonic() - self.began, 6), type(message).__name__, str(member)))
+        self.moments.append((round(at - self.began, 6), type(message).__name__, str(member)))
         if isinstance(message, Written):
             self.writes |= {
                 (part.trainer, part.engine): (part.num_bytes, _sane(part.seconds)) for part in message.parts
@@ -51,9 +53,26 @@ class _Version:
             ]
             self.pauses[str(member)] = _sane(message.pause_s)
 
+    def line(self, decision: Decide, ended: float) -> dict[str, Any]:
+        """What the journal keeps of it."""
+        return {
+            "version": decision.version,
+            "outcome": "committed" if decision.commit else "aborted",
+            "reason": decision.reason,
+            "seconds": round(ended - self.began, 6),
+            "moments": self.moments,
+            "writes": [(*link, *written) for link, written in self.writes.items()],
+            "arrivals": self.arrivals,
+            "stages": self.stages,
+            "pauses": self.pauses,
+        }
+
 
 class Timelines:
-    """Versions under way; those that have ended are in the journal. Without a journal, nothing is kept."""
+    """Versions under way; those that have ended are in the journal. Without a journal, nothing is kept.
+
+    Members wait while the controller hears and tells: messages are only put aside then, and looked at by the journal.
+    """
 
     def __init__(self, journal: Journal) -> None:
         self._journal = journal
@@ -63,43 +82,29 @@ class Timelines:
 
     def heard(self, member: MemberId, message: Any) -> None:
         """A member said something."""
-        self._note(member, message)
+        self._journal.add(partial(self._lines, time.monotonic(), member, message, is_end=False), is_urgent=False)
 
     def told(self, member: MemberId, message: Any) -> None:
         """A member was told something. Trainers are told last what became of a version."""
-        version = self._note(member, message)
-        if isinstance(message, Decide) and member.side == "trainer" and version is not None:
-            self._end(message, version)
+        is_end = isinstance(message, Decide) and member.side == "trainer"
+        self._journal.add(partial(self._lines, time.monotonic(), member, message, is_end=is_end), is_urgent=is_end)
 
-    def _note(self, member: MemberId, message: Any) -> _Version | None:
-        if not self._journal.is_open:
-            return None
+    def _lines(self, at: float, member: MemberId, message: Any, *, is_end: bool) -> Iterator[dict[str, Any]]:
+        """Lines that a message gives: its version has begun, or has ended."""
         number = getattr(message, "version", None)
         if not isinstance(number, int) or number in self._ended:
-            return None
+            return
         version = self._versions.get(number)
         if version is None:
-            version = self._versions[number] = _Version(began=time.monotonic())
+            version = self._versions[number] = _Version(began=at)
             _forget_oldest(self._versions)
-            self._journal.write(begun=number)
-        version.note(member, message)
-        return version
-
-    def _end(self, decision: Decide, version: _Version) -> None:
-        del self._versions[decision.version]
-        self._ended[decision.version] = None
-        _forget_oldest(self._ended)
-        self._journal.write(
-            version=decision.version,
-            outcome="committed" if decision.commit else "aborted",
-            reason=decision.reason,
-            seconds=round(time.monotonic() - version.began, 6),
-            moments=version.moments,
-            writes=[(*link, *written) for link, written in version.writes.items()],
-            arrivals=version.arrivals,
-            stages=version.stages,
-            pauses=version.pauses,
-        )
+            yield {"begun": number}
+        version.note(at, member, message)
+        if is_end:
+            del self._versions[number]
+            self._ended[number] = None
+            _forget_oldest(self._ended)
+            yield version.line(message, at)
 
 
 def _sane(seconds: float) -> float:
