@@ -11,17 +11,18 @@ import pytest
 from tests.process.runtime_members import parts_of
 from tests.support.raw_member import join_message
 from tests.unit.test_plan import small_plan
-from weft.config import TransferSettings
+from weft.config import Settings, TransferSettings
 from weft.core.geometry.fingerprint import distinct_rows
 from weft.core.layout import Layout, Shard, Tensor
 from weft.core.plans.memory_cost import memory_cost, patch_room
 from weft.core.plans.plan import Plan
+from weft.core.streams.plan_streams import PairLinks
 from weft.core.topology import load_topology
 from weft.errors import ProtocolError
 from weft.runtime.compile.grids import held_grids
 from weft.runtime.compile.holding import LayoutRows, RowNumbers
 from weft.runtime.compile.link_boxes import LinkBoxes, PlanBoxes
-from weft.runtime.compile.links import NUM_SLOTS, SMALLEST_SLOT, member_links
+from weft.runtime.compile.links import FEW_RUNS, NUM_SLOTS, SMALLEST_SLOT, member_links
 from weft.runtime.compile.matching import plan_members
 from weft.runtime.compile.member_plans import MemberPlans
 from weft.runtime.control.columns import expand, squeeze
@@ -130,6 +131,26 @@ def test_windows_are_where_chunks_must_not_reach_live_weights_by_themselves(tran
     assert links.is_mapped.all() == (transport in ("shm", "cuda_ipc"))
     chunk_bytes = SMALLEST_SLOT if window else plan.settings.chunk_bytes
     assert (links.chunk_bytes == chunk_bytes).all()
+
+
+def links_of_vectors(count: int, num_bytes: int, mode: str = "in_place", **options) -> PairLinks:
+    """One trainer and one engine rank with a matrix and so many vectors, over NIXL."""
+    arrays = {"w": np.empty((256, 4096), dtype=np.float32)}
+    arrays |= {f"v.{number}": np.empty(num_bytes // 4, dtype=np.float32) for number in range(count)}
+    held = Weights.from_arrays(arrays).shards
+    trainers, engines = ({0: join_message(side, 0, held=held)} for side in ("trainer", "engine"))
+    plan = plan_members(trainers, engines, cluster=load_topology("h100-ib400"), ranks_per_engine=1, **options)
+    return member_links(plan, {(0, 0): "nixl"}, {0: "cpu"}, TransferSettings(mode=mode))
+
+
+def test_a_few_short_runs_are_not_worth_a_window():
+    usual = links_of_vectors(FEW_RUNS, 64, mode="shadow").min_run_bytes[0, 0]
+    assert usual > 64
+    assert links_of_vectors(FEW_RUNS, 64).min_run_bytes[0, 0] == 0
+    assert links_of_vectors(FEW_RUNS + 1, 64).min_run_bytes[0, 0] == usual
+    assert links_of_vectors(10 * FEW_RUNS, int(usual)).min_run_bytes[0, 0] == 0, "none of them is short"
+    asked = Settings(min_write_bytes=1 << 20)
+    assert links_of_vectors(1, 64, settings=asked).min_run_bytes[0, 0] == 1 << 20
 
 
 @pytest.mark.parametrize("mode", ["patch", "in_place", "shadow"])

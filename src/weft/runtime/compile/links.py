@@ -10,10 +10,13 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 
 import numpy as np
+from numpy.typing import NDArray
 
 from weft.config import DeltaPolicy, ReceiverMode, StagingPolicy, TransferSettings
 from weft.core.geometry.alignment import ALIGN
+from weft.core.geometry.boxes import Ints
 from weft.core.plans.plan import Plan
+from weft.core.recipe import Op
 from weft.core.streams.plan_streams import PairLinks
 from weft.devices import CPU, memory_kind
 from weft.runtime.control.messages import Join
@@ -24,6 +27,8 @@ NUM_SLOTS = 4
 SMALLEST_SLOT = 64 << 10
 NEVER = 1 << 62
 """Runs of this many bytes do not exist."""
+FEW_RUNS = 256
+"""So many short writes take less time than a window that has to be drained before engines may digest and commit."""
 
 
 def through_host(trainers: Mapping[int, Join], engines: Mapping[int, Join]) -> bool:
@@ -57,7 +62,10 @@ def member_links(
         shortest = plan.settings.min_write_bytes or plan.topology.min_run_bytes(transport, memory)
         min_run_bytes[link] = NEVER if link in packed else shortest
     is_delta = settings.delta is DeltaPolicy.ON
+    is_kept = is_delta or settings.staging is StagingPolicy.CPU
     in_place = settings.mode is ReceiverMode.IN_PLACE
+    if in_place and not is_kept and not plan.settings.min_write_bytes:
+        min_run_bytes[(min_run_bytes < NEVER) & _has_few_short_runs(plan, min_run_bytes)] = 0
     has_window = np.full(shape, settings.mode is not ReceiverMode.SHADOW) if is_delta else ~is_mapped & in_place
     chunk_bytes = np.empty(shape, dtype=np.int64)
     for engine, device in devices.items():
@@ -72,8 +80,20 @@ def member_links(
         chunk_bytes=chunk_bytes,
         num_slots=np.where(has_window, NUM_SLOTS, 0),
         lands_in_stream=settings.mode is ReceiverMode.SHADOW,
-        is_kept=is_delta or settings.staging is StagingPolicy.CPU,
+        is_kept=is_kept,
     )
+
+
+def _has_few_short_runs(plan: Plan, min_run_bytes: Ints) -> NDArray[np.bool_]:
+    """Links on which nothing is converted, and only a few runs are too short to go straight."""
+    rows = plan.row_boxes
+    run_bytes = rows.run_bytes(lands_in_stream=False)
+    is_copy = rows.op == Op.COPY
+    num_runs = np.where(is_copy, plan.row_bytes // run_bytes, FEW_RUNS + 1)
+    row = np.repeat(np.arange(plan.num_rows), plan.fan_out)
+    is_packed = ~is_copy[row] | (run_bytes[row] < min_run_bytes.ravel()[plan.pair])
+    packed = np.bincount(plan.pair, weights=num_runs[row] * is_packed, minlength=min_run_bytes.size)
+    return packed.reshape(min_run_bytes.shape) <= FEW_RUNS
 
 
 def packed_links(
