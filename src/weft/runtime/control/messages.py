@@ -134,14 +134,14 @@ def tag_of(version: int, *, whole: bool) -> int:
     return 2 * version + (2 if whole else 1)
 
 
-class WriteReport(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, kw_only=True):
+class WriteReport(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, kw_only=True, gc=False):
     """What one trainer wrote to one engine rank."""
 
     trainer: int
     engine: int
     num_bytes: int
     digest: int
-    sizes: list[int] = []
+    sizes: tuple[int, ...] = ()
     """Bytes of the patch of each chunk, where patches are sent."""
     seconds: float = 0.0
     """From the first write until the last had ended."""
@@ -205,7 +205,7 @@ class Failed(_Message, frozen=True):
     reason: str
 
 
-class ArrivalReport(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, kw_only=True):
+class ArrivalReport(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, kw_only=True, gc=False):
     """What one engine rank received from one trainer."""
 
     trainer: int

@@ -74,9 +74,9 @@ class Sent:
         return max(self.ended_at - self.began_at, 0.0)
 
     @property
-    def sizes_in_order(self) -> list[int]:
+    def sizes_in_order(self) -> tuple[int, ...]:
         """Sizes in the order in which receivers count chunks."""
-        return [self.sizes[number] for number in sorted(self.sizes)]
+        return tuple(self.sizes[number] for number in sorted(self.sizes))
 
 
 @dataclass(frozen=True, slots=True)
