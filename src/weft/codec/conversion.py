@@ -30,6 +30,8 @@ from weft.devices import CPU
 from weft.errors import CodecError
 
 Int64s = NDArray[np.int64]
+Spans = tuple[Int64s, Int64s]
+"""Addresses and bytes."""
 Wait = Callable[[], None]
 """Returns when work that was started is done, or raises its error."""
 DTYPES = tuple(DTYPE_BYTES)
@@ -89,11 +91,13 @@ class Conversions(Sequence[tuple[Conversion, int]]):
         return Conversions(table=self.table[mine], at=self.at[mine])
 
     @property
-    def source_end(self) -> int:
-        """Address just past the last byte of the weights that is read."""
-        stride, rows, columns = (self.column(name) for name in ("stride", "rows", "columns"))
-        ends = self.column("src") + (rows - 1) * stride + columns * DTYPE_WIDTHS[self.column("src_dtype")]
-        return int(ends.max(initial=0))
+    def source_spans(self) -> Spans:
+        """The weights each box reads; scales read none."""
+        reading = self.table[self.column("op") != Op.SCALE]
+        src, stride, src_dtype, rows, columns = (
+            reading[:, Conversion._fields.index(name)] for name in ("src", "stride", "src_dtype", "rows", "columns")
+        )
+        return src, (rows - 1) * stride + columns * DTYPE_WIDTHS[src_dtype]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,8 +108,13 @@ class ChunkFill:
     """What is copied unchanged; destinations are relative to the beginning of the image."""
     boxes: Conversions
     """What is converted."""
-    source_end: int
-    """Address just past the last byte of the weights that is read."""
+
+    @property
+    def source_spans(self) -> Spans:
+        """The weights it reads, gaps between rows included."""
+        copied = (column.astype(np.int64) for column in self.planes.src_spans)
+        address, num_bytes = zip(copied, self.boxes.source_spans, strict=True)
+        return np.concatenate(address), np.concatenate(num_bytes)
 
 
 class Converter(Protocol):

@@ -126,10 +126,10 @@ class HeldGrids(Sequence[HeldGrid]):
         """Groups this trainer holds something of."""
         return np.unique(self.group).tolist()
 
-    def group_ends(self) -> dict[int, int]:
-        """For each group: address just past the last byte of the weights it reads."""
-        ends, group = self.boxes.address + self.boxes.extent[:, 0] * self.boxes.stride, self.group[self.boxes.grid]
-        return {number: int(ends[group == number].max(initial=0)) for number in self.groups}
+    def source_spans(self, group: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """The weights a group reads: addresses and bytes."""
+        mine = self.group[self.boxes.grid] == group
+        return self.boxes.address[mine], (self.boxes.extent[:, 0] * self.boxes.stride)[mine]
 
 
 class BlockSpread:

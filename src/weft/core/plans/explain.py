@@ -85,7 +85,7 @@ def _travels(plan: Plan, row: int, routes: slice) -> tuple[str, int]:
     is_long = boxes.op[row] == Op.COPY and run_bytes >= int(links.min_run_bytes[0, 0])
     if not is_long:
         return Path.PACKED.name.lower(), 0
-    writes_per_run = -(-run_bytes // plan.settings.chunk_bytes)
+    writes_per_run = -(-run_bytes // int(links.chunk_bytes.min()))
     return Path.ZERO_COPY.name.lower(), int(plan.row_bytes[row]) // run_bytes * writes_per_run
 
 

@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 
 GROUP_BYTES = 64 << 20
 """Fewest bytes of one trainer's weights whose magnitudes are exchanged at once."""
-MAX_GROUPS = 64
+MAX_GROUPS = 16
+"""Every group is a search, and a message to every other holder."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

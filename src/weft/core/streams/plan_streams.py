@@ -28,6 +28,9 @@ if TYPE_CHECKING:
     from weft.core.plans.plan import Plan
 
 Int64s = NDArray[np.int64]
+LARGEST_SENT = 256 << 20
+"""Largest Chunk of links that take descriptors: long enough for any network card, and short enough to be on its way
+while the next weights are still being copied and converted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +57,7 @@ class PairLinks:
         return cls(
             is_mapped=topology.is_local,
             min_run_bytes=np.full(shape, min_run_bytes),
-            chunk_bytes=np.full(shape, settings.chunk_bytes),
+            chunk_bytes=chunk_sizes(topology.is_local, settings.chunk_bytes),
             num_slots=np.zeros(shape, dtype=np.int64),
         )
 
@@ -69,6 +72,11 @@ class PairLinks:
             is_kept=self.is_kept,
             num_slots=int(self.num_slots[link]),
         )
+
+
+def chunk_sizes(is_mapped: NDArray[np.bool_], chunk_bytes: int) -> Int64s:
+    """The largest Chunk of every link."""
+    return np.where(is_mapped, chunk_bytes, min(chunk_bytes, LARGEST_SENT)).astype(np.int64)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -201,10 +201,7 @@ class LinkStream:
         address = self._source(source)
         copied = self._copies(address, at)
         converted = self._conversions(address, at)
-        return [
-            ChunkFill(planes=planes, boxes=found, source_end=_source_end(planes, found))
-            for planes, found in zip(copied, converted, strict=True)
-        ]
+        return [ChunkFill(planes=planes, boxes=found) for planes, found in zip(copied, converted, strict=True)]
 
     def _copies(self, address: Int64s, at: Int64s) -> list[Planes]:
         units = np.flatnonzero((self.units.chunk >= self.num_straight) & (self._op == Op.COPY))
@@ -321,12 +318,6 @@ def _matrices(extent: Int64s, src_strides: Int64s) -> PlaneColumns:
         rows=extent[:, -2],
         run=extent[:, -1],
     )
-
-
-def _source_end(planes: Planes, found: Conversions) -> int:
-    """Address just past the last byte of the weights a Chunk reads."""
-    address, num_bytes = planes.src_spans
-    return max(int((address + num_bytes).max(initial=0)), found.source_end)
 
 
 def _section_rows(table: Planes, chunk_begin: int, section: Section, scratch: int) -> ImageRows:

@@ -17,7 +17,7 @@ from weft.core.geometry.alignment import ALIGN
 from weft.core.geometry.boxes import Ints
 from weft.core.plans.plan import Plan
 from weft.core.recipe import Op
-from weft.core.streams.plan_streams import PairLinks
+from weft.core.streams.plan_streams import PairLinks, chunk_sizes
 from weft.devices import CPU, memory_kind
 from weft.runtime.control.messages import Join
 from weft.transport.capabilities import CAPABILITIES
@@ -67,9 +67,8 @@ def member_links(
     if in_place and not is_kept and not plan.settings.min_write_bytes:
         min_run_bytes[(min_run_bytes < NEVER) & _has_few_short_runs(plan, min_run_bytes)] = 0
     has_window = np.full(shape, settings.mode is not ReceiverMode.SHADOW) if is_delta else ~is_mapped & in_place
-    chunk_bytes = np.empty(shape, dtype=np.int64)
+    chunk_bytes = chunk_sizes(is_mapped, plan.settings.chunk_bytes)
     for engine, device in devices.items():
-        chunk_bytes[:, engine] = plan.settings.chunk_bytes
         num_senders = max(int((plan.pair_bytes[:, engine] > 0).sum()), 1)
         share = settings.window_bytes_on(device) // (NUM_SLOTS * num_senders) // ALIGN * ALIGN
         slot = np.minimum(chunk_bytes[:, engine], max(share, SMALLEST_SLOT))

@@ -2,8 +2,8 @@
 
 mirror = Mirror(weights, "cuda:0")
 mirror.weights                              # the same shards, as they lie on the device
-mirror.copy(0)                              # the first piece, from the host
-mirror.pieces_until(address)                # how many pieces must be there before memory up to an address is
+pieces, needs = mirror.pieces(readers)      # in the order in which they are read; how many of them each reader needs
+mirror.copy(pieces[0])                      # from the host
 """
 
 from __future__ import annotations
@@ -13,8 +13,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
+from numpy.typing import NDArray
 
 from weft import native
+from weft.codec.conversion import Spans
 from weft.core.geometry.alignment import ALIGN, aligned
 from weft.core.geometry.planes import Planes, rows_as_planes
 from weft.devices import CPU
@@ -23,11 +25,12 @@ from weft.runtime.memory import own_memory
 from weft.runtime.weights import Held, Weights
 
 log = logging.getLogger(__name__)
+Int64s = NDArray[np.int64]
 PIECE_BYTES = 64 << 20
 
 
 class Mirror:
-    """A device's copy of a member's weights, in pieces of about PIECE_BYTES."""
+    """A device's copy of a member's weights."""
 
     def __init__(self, weights: Weights, device: str) -> None:
         """`device`: `cuda:0`; `cpu` works too."""
@@ -46,8 +49,7 @@ class Mirror:
             keep=self,
             device=device,
         )
-        self._pieces = _pieces(self._ranges)
-        self._ends = [int((piece.dst + piece.length).max()) for piece in self._pieces]
+        self._rows = _rows(self._ranges)
         self._copy = native.copy_planes if device == CPU else _copy_to(device, weights)
 
     def _moved(self, held: Held) -> int:
@@ -57,35 +59,48 @@ class Mirror:
         start, _, begin = next(r for r in self._ranges if r[0] <= held.address < r[0] + r[1])
         return begin + held.address - start
 
-    @property
-    def num_pieces(self) -> int:
-        """Pieces of the copy."""
-        return len(self._pieces)
-
-    def copy(self, number: int) -> int:
+    def copy(self, piece: Planes) -> int:
         """Copy a piece from the host; returns its bytes."""
-        piece = self._pieces[number]
         self._copy(piece)
         return piece.num_bytes
 
-    def pieces_until(self, address: int) -> int:
-        """How many of the first pieces hold everything before an address of the device."""
-        return min(int(np.searchsorted(self._ends, address)) + 1, len(self._ends))
+    def pieces(self, readers: Sequence[Spans]) -> tuple[list[Planes], list[int]]:
+        """The copy in pieces of about PIECE_BYTES, and how many of the first ones each reader needs.
+
+        `readers`: addresses and bytes of what they read on the device, in the order in which they want to.
+        """
+        read = [self._read_by(*spans) for spans in readers]
+        first = np.full(len(self._rows), len(readers))
+        for number in reversed(range(len(readers))):
+            first[read[number]] = number
+        order = np.argsort(first, kind="stable")
+        length = self._rows[order, 2]
+        ends = np.flatnonzero(np.diff((np.cumsum(length) - length) // PIECE_BYTES)) + 1
+        piece = np.empty(len(order), dtype=np.int64)
+        piece[order] = np.searchsorted(ends, np.arange(len(order)), side="right")
+        rows = [each for each in np.split(self._rows[order].astype(np.uint64), ends) if len(each)]
+        pieces = [rows_as_planes(src=each[:, 0], dst=each[:, 1], length=each[:, 2]) for each in rows]
+        return pieces, [int(piece[rows].max(initial=-1)) + 1 for rows in read]
+
+    def _read_by(self, address: Int64s, num_bytes: Int64s) -> Int64s:
+        """Rows of the copy that hold some memory of the device."""
+        begins, count = self._rows[:, 1], len(self._rows) + 1
+        first = np.searchsorted(begins, address, side="right") - 1
+        last = np.searchsorted(begins, address + num_bytes)
+        covering = np.cumsum(np.bincount(first, minlength=count) - np.bincount(last, minlength=count))
+        return np.flatnonzero(covering > 0)
 
 
-def _pieces(ranges: Sequence[tuple[int, int, int]]) -> list[Planes]:
-    """Copies of ranges (from, bytes, to), cut and put together into pieces of about PIECE_BYTES."""
-    rows = np.array(
+def _rows(ranges: Sequence[tuple[int, int, int]]) -> Int64s:
+    """Ranges (from, bytes, to), cut: from, to, bytes of each row, in the order of where they go."""
+    return np.array(
         [
             (start + offset, begin + offset, min(PIECE_BYTES, num_bytes - offset))
             for start, num_bytes, begin in ranges
             for offset in range(0, num_bytes, PIECE_BYTES)
         ],
-        dtype=np.uint64,
+        dtype=np.int64,
     ).reshape(-1, 3)
-    number = (np.cumsum(rows[:, 2]) - rows[:, 2]) // np.uint64(PIECE_BYTES)
-    pieces = np.split(rows, np.flatnonzero(np.diff(number)) + 1)
-    return [rows_as_planes(src=p[:, 0], dst=p[:, 1], length=p[:, 2]) for p in pieces if len(p)]
 
 
 def _copy_to(device: str, weights: Weights) -> Callable[[Planes], int]:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from weft.codec.conversion import ChunkFill, Converter, Wait
+from weft.codec.conversion import ChunkFill, Converter, Spans, Wait
 from weft.codec.image import PATCH_ALIGN
 from weft.codec.memory import memory_view
 from weft.codec.patching import Patcher
@@ -38,8 +38,6 @@ class Outgoing:
         self._settings, self._converter, self._patcher = settings, converter, patcher
         self.layouts = stream.images()
         self._fills = stream.fills(source)
-        self.ends = [fill.source_end for fill in self._fills]
-        """Address just past the last byte of the weights a Chunk reads."""
         self.groups = stream.chunks.group[stream.num_straight :].tolist()
         """The last group of matrices whose scales a Chunk needs; -1: none."""
         sizes = [layout.num_bytes for layout in self.layouts]
@@ -65,6 +63,10 @@ class Outgoing:
     def is_kept(self) -> bool:
         """Whether Chunks have memory of their own, so that the weights are free as soon as all Chunks are filled."""
         return bool(self.images)
+
+    def source_spans(self, chunk: int) -> Spans:
+        """The weights a Chunk reads."""
+        return self._fills[chunk].source_spans
 
     def address(self, chunk: int, image: int) -> int:
         """Where a Chunk that is kept lies in an image."""

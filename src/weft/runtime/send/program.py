@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from weft.codec.conversion import Converter, converter_for
+from weft.codec.conversion import Converter, Spans, converter_for
+from weft.codec.grids import HeldGrids
 from weft.codec.patching import patcher_for
 from weft.config import DeltaPolicy, DigestPolicy, StagingPolicy, TransferSettings
 from weft.core.geometry.planes import Planes, joined
@@ -67,8 +68,8 @@ class SendProgram:
         self.cut_blocks = _cut_blocks(plan, self.converter, len(grids))
         self.groups = [group for group in grids.groups if self.converter.looks_before(group)]
         """Groups of matrices whose magnitudes are found before Chunks are filled."""
-        self.group_ends = grids.group_ends()
-        """Address just past the last byte of the weights a group reads."""
+        self._beside: dict[int, list[list[Planes]]] = {}
+        """Engine rank → what is written straight from the weights, beside its packed Chunks."""
         self._outgoing: list[Outgoing] = []
         self._programs = _compile(plan.targets, is_digested=settings.digest is DigestPolicy.ON)
         self.links = [
@@ -81,6 +82,37 @@ class SendProgram:
         self.room = Room([self._staged_bytes(chunk) for chunk in self.chunks], settings.staging_bytes_on(device))
         self.memory = self._allocate(self.room.num_bytes) if self.room.num_bytes else None
         self._prepare_chunks()
+        self.pieces: list[Planes] = []
+        """Pieces of offloaded weights, in the order in which they are copied to the device."""
+        self.group_pieces, self.chunk_pieces = [0] * len(self.groups), [0] * len(self.chunks)
+        """How many of the first pieces each group, and each Chunk, reads."""
+        self.beside_pieces = [0] * len(self.chunks)
+        """How many are read by what is written straight from the weights beside each Chunk."""
+        if mirror is not None:
+            self._order_pieces(mirror, grids)
+
+    def _order_pieces(self, mirror: Mirror, grids: HeldGrids) -> None:
+        """Weights are copied in the order in which they are read: for a group's magnitudes, then for its Chunks."""
+        readers = [((group, 0, number), grids.source_spans(group)) for number, group in enumerate(self.groups)]
+        for number, chunk in enumerate(self.chunks):
+            group = chunk.outgoing.groups[chunk.number]
+            readers.append(((group, 1, number), chunk.outgoing.source_spans(chunk.number)))
+            readers.append(((group, 2, number), self._spans_beside(chunk)))
+        readers.sort(key=lambda reader: reader[0])
+        self.pieces, needs = mirror.pieces([spans for _, spans in readers])
+        found = self.group_pieces, self.chunk_pieces, self.beside_pieces
+        for ((_, kind, number), _), count in zip(readers, needs, strict=True):
+            found[kind][number] = count
+
+    def _spans_beside(self, chunk: Chunk) -> Spans:
+        """The weights that are read by what is written beside a Chunk."""
+        parts = [self._beside.get(link.engine, []) for link in chunk.links]
+        tables = [table for part in parts if chunk.number < len(part) for table in part[chunk.number]]
+        none = np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64)
+        address, num_bytes = zip(none, *(table.src_spans for table in tables), strict=True)
+        return np.concatenate(address, dtype=np.int64, casting="unsafe"), np.concatenate(
+            num_bytes, dtype=np.int64, casting="unsafe"
+        )
 
     def _connect(self, program: _LinkProgram) -> Link:
         target = program.target
@@ -93,7 +125,8 @@ class SendProgram:
             stream = program.stream
             link.needs = stream.credits_needed
             num_parts = 1 if link.has_window else stream.num_packed
-            link.direct = [self._parcel(link, part) for part in _beside(tables, num_parts)]
+            self._beside[target.engine] = _beside(tables, num_parts)
+            link.direct = [self._parcel(link, part) for part in self._beside[target.engine]]
         except TransportError as error:
             link.obstacle = str(error)
         return link

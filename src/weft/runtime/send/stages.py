@@ -82,12 +82,12 @@ def h2d_stage(program: SendProgram, at_end: Callable[[], None] = lambda: None) -
     assert mirror is not None
 
     def copy(number: int) -> int:
-        num_bytes = mirror.copy(number)
-        if number + 1 == mirror.num_pieces:
+        num_bytes = mirror.copy(program.pieces[number])
+        if number + 1 == len(program.pieces):
             at_end()
         return num_bytes
 
-    return Stage("h2d", mirror.num_pieces, copy)
+    return Stage("h2d", len(program.pieces), copy)
 
 
 def _begin_version(program: SendProgram, job: Job, numbers: list[int], sent: dict[int, Sent]) -> None:
@@ -164,13 +164,12 @@ class VersionStages:
     def _chunk(self, item: int) -> Chunk:
         return self._program.chunks[self._numbers[item]]
 
-    def _is_there(self, end: int) -> bool:
-        """Whether all weights before an address are on the device."""
-        mirror = self._program.mirror
-        return mirror is None or self._job.flow.after("h2d")(mirror.pieces_until(end) - 1)
+    def _is_there(self, num_pieces: int) -> bool:
+        """Whether the first pieces of offloaded weights are on the device."""
+        return not num_pieces or self._job.flow.after("h2d")(num_pieces - 1)
 
     def _can_find_amax(self, item: int) -> bool:
-        return self._is_there(self._program.group_ends[self._program.groups[item]])
+        return self._is_there(self._program.group_pieces[item])
 
     def _find_amax(self, item: int) -> int:
         """Find a group's magnitudes and send those that others need."""
@@ -201,9 +200,8 @@ class VersionStages:
         return self._job.flow.after("amax")(self._program.groups.index(group))
 
     def _can_convert(self, item: int) -> bool:
-        chunk = self._chunk(item)
         agreed = all(self._is_agreed(group) for group in self._groups(item))
-        agreed = agreed and self._is_there(chunk.outgoing.ends[chunk.number])
+        agreed = agreed and self._is_there(self._program.chunk_pieces[self._numbers[item]])
         return agreed and (self._chunk(item).outgoing.is_kept or self._program.room.is_free(self._numbers[item]))
 
     def _convert(self, item: int) -> int:
@@ -268,13 +266,10 @@ class VersionStages:
 
     def _can_post(self, item: int) -> bool:
         before = "delta" if self._is_delta else "convert"
-        links = self._chunk(item).links
-        is_there = self._program.mirror is None or not any(link.direct for link in links) or self._has_all()
-        return is_there and self._job.flow.after(before)(item)
+        return self._is_there(self._program.beside_pieces[self._numbers[item]]) and self._job.flow.after(before)(item)
 
     def _has_all(self) -> bool:
-        assert self._program.mirror is not None
-        return self._job.flow.after("h2d")(self._program.mirror.num_pieces - 1)
+        return self._is_there(len(self._program.pieces))
 
     def _post(self, item: int) -> int:
         """Start writing a chunk to every engine rank that takes it."""
