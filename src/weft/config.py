@@ -102,7 +102,8 @@ class TransferSettings:
     staging: StagingPolicy = StagingPolicy.NONE
     """Whether trainers keep a copy of what they send, so that the weights may change while it is on its way."""
     chunk_bytes: int = 0
-    """Bytes converted, compared and sent at a time, where they change on the way. 0: 32 MiB, on GPUs 1 GiB (at most 256 MiB over a network)."""
+    """Bytes converted, compared and sent at a time, where they change on the way; at most 256 MiB over a network. 0: 32
+    MiB, on GPUs 1 GiB."""
     staging_bytes: int = 0
     """Limit on chunk bytes that one trainer has converted or compared but not yet sent. 0: 256 MiB, on GPUs 4 GiB."""
     min_write_bytes: int = 0
