@@ -7,6 +7,7 @@ work.copy(dst, src, length)             # the same calls as weft.native, on colu
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import Protocol
 
 from weft import native
@@ -37,6 +38,9 @@ class DeviceWork(Protocol):
 
     def digest_planes(self, planes: Planes, *, num_threads: int = 1) -> int:
         """Digest of what planes read."""
+
+    def digest_each(self, tables: Sequence[Planes]) -> list[int]:
+        """Digests of what several tables of planes read."""
 
     def copy_digest_planes(self, planes: Planes, *, num_groups: int = 1, num_threads: int = 1) -> list[int]:
         """Copy and digest planes of several groups."""

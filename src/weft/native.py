@@ -12,6 +12,7 @@ import ctypes
 import importlib
 import logging
 import os
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -122,6 +123,11 @@ def digest_planes(planes: Planes, *, num_threads: int = 1) -> int:
     _, src, length, position = planes.runs
     assert position is not None
     return digest(src, position, length)
+
+
+def digest_each(tables: Sequence[Planes]) -> list[int]:
+    """Digests of what several tables of planes read."""
+    return [digest_planes(planes) for planes in tables]
 
 
 def copy_digest_planes(planes: Planes, *, num_groups: int = 1, num_threads: int = 1) -> list[int]:

@@ -87,6 +87,14 @@ def test_copies_by_a_few_programs(work, shapes):
     assert np.array_equal(target.cpu().numpy(), expected)
 
 
+@pytest.mark.parametrize("tables", [[MIXTURE, MIXTURE[:1], [(0, 5, 5, 5, 0, 0, 0)], MIXTURE[2:5]], [MIXTURE], []])
+def test_digests_of_several_tables(work, tables):
+    source, target, data, expected = on_device(work, 4)
+    there = [planes(shapes, source.data_ptr(), target.data_ptr()) for shapes in tables]
+    here = [planes(shapes, data.ctypes.data, expected.ctypes.data) for shapes in tables]
+    assert work.digest_each(there) == native.digest_each(here)
+
+
 @pytest.mark.parametrize("seed", range(6))
 def test_random_planes(work, seed):
     rng = np.random.default_rng(seed)

@@ -11,7 +11,7 @@ import pytest
 from weft.config import DigestPolicy
 from weft.core.geometry.planes import rows_as_planes
 from weft.runtime.receive import following
-from weft.runtime.receive.arrivals import Arrivals
+from weft.runtime.receive.arrivals import NUM_BATCHES, Arrivals
 from weft.runtime.receive.landing import ArrivingChunk, ArrivingLink
 
 CHUNK = 10
@@ -51,6 +51,40 @@ def follow(monkeypatch) -> Any:
         return made, Arrivals(1, [one], transports, work, DigestPolicy.OFF, tag=1), counted
 
     return make
+
+
+def test_links_on_a_gpu_are_digested_several_at_a_time():
+    links = [
+        ArrivingLink(
+            trainer=trainer,
+            transport="counted",
+            chunks=(ArrivingChunk(num_bytes=CHUNK, planes=NOTHING, is_drained=False),),
+            is_ordered=True,
+        )
+        for trainer in range(2 * NUM_BATCHES)
+    ]
+    landed, batches = dict.fromkeys(range(len(links)), 0), []
+
+    def digest_each(tables: list[Any]) -> list[int]:
+        batches.append(len(tables))
+        return [1] * len(tables)
+
+    transports: Any = {"counted": SimpleNamespace(arrived=lambda tag, *, writer: landed[writer])}
+    work: Any = SimpleNamespace(digest_each=digest_each)
+    arrivals = Arrivals(1, links, transports, work, DigestPolicy.ON, tag=1, is_on_gpu=True)
+    moved = []
+    for trainer in (0, 3, 1, 2, 4):
+        landed[trainer] = CHUNK
+        moved.append(arrivals.follow())
+    assert moved == [False, True, False, True, False], "an eighth of the version is worth a launch"
+    assert arrivals.num_bytes == 4 * CHUNK
+    landed.update(dict.fromkeys(range(15), CHUNK))
+    assert arrivals.follow()
+    landed[15] = CHUNK
+    assert arrivals.follow(), "the last one, however small"
+    assert arrivals.is_whole
+    assert batches == [2, 2, 11, 1]
+    assert arrivals.digest == 16
 
 
 @pytest.mark.parametrize(

@@ -140,6 +140,18 @@ class GpuWork:
         del num_threads
         return self._digested(planes, is_copied=False)
 
+    def digest_each(self, tables: Sequence[Planes]) -> list[int]:
+        """Digests of what several tables of planes read: a launch for each, and one wait for all."""
+        walks = [self._walk(planes, is_copied=False, is_digested=True) for planes in tables]
+        borders = np.cumsum([2, *(len(work.tiles) + len(work.tiles) % 2 for work in walks)])  # pointers stay aligned
+        with self.stream():
+            sums = torch.zeros(int(borders[-1]), dtype=torch.int64, device=self.device)
+            for work, begin in zip(walks, borders.tolist(), strict=False):
+                if len(work.tiles):
+                    walk(work.planes, work.tiles, self._keys, sums[begin:], is_copied=False)
+            found = self.fetch(sums.cumsum(0)[self.upload(borders - 1)])
+        return [int(digest) & _MASK for digest in np.diff(found.numpy())]
+
     def copy_digest_planes(self, planes: Planes, *, num_groups: int = 1, num_threads: int = 1) -> list[int]:
         """Copy and digest planes of one group, in one pass."""
         del num_threads

@@ -19,6 +19,8 @@ from weft.runtime.receive.landing import ArrivingChunk, ArrivingLink
 from weft.runtime.transports import OpenTransports
 
 _MASK = (1 << 64) - 1
+NUM_BATCHES = 8
+"""Parts of a version, at most, that are digested at once on a GPU: every launch, and every wait, takes its time."""
 
 
 @dataclass(slots=True)
@@ -98,6 +100,7 @@ class Arrivals:
     def follow(self) -> bool:
         """Process, from every trainer, the next Chunk that has landed; returns whether there was any."""
         moved = False
+        complete = []
         for progress in self._progress:
             link = progress.link
             if progress.is_whole:
@@ -107,10 +110,13 @@ class Arrivals:
                 continue
             progress.began = progress.began or time.monotonic()
             if landed >= link.total and self._is_one_pass(progress):
-                self._take_all(progress)
-            else:
-                self._take_next(progress)
+                complete.append(progress)
+                continue
+            self._take_next(progress)
             progress.ended = time.monotonic()
+            moved = True
+        if self._is_worth_a_launch(complete):
+            self._take_all(complete)
             moved = True
         return moved
 
@@ -128,9 +134,17 @@ class Arrivals:
         is_new = progress.chunk == 0 and not progress.link.has_window
         return is_new and self._is_on_gpu and self._digest is DigestPolicy.ON
 
-    def _take_all(self, progress: _Progress) -> None:
-        progress.digest = self._work.digest_planes(progress.link.planes)
-        progress.done, progress.chunk = progress.link.total, len(progress.link.chunks)
+    def _is_worth_a_launch(self, complete: Sequence[_Progress]) -> bool:
+        """Whether enough has arrived, or nothing else will."""
+        num_bytes = sum(progress.link.total for progress in complete)
+        num_missing = sum(not progress.is_whole for progress in self._progress) - len(complete)
+        return bool(complete) and (num_bytes * NUM_BATCHES >= self.total_bytes or not num_missing)
+
+    def _take_all(self, complete: Sequence[_Progress]) -> None:
+        digests = self._work.digest_each([progress.link.planes for progress in complete])
+        for progress, digest in zip(complete, digests, strict=True):
+            progress.digest, progress.ended = digest, time.monotonic()
+            progress.done, progress.chunk = progress.link.total, len(progress.link.chunks)
 
     @property
     def uses_device(self) -> bool:
