@@ -69,3 +69,14 @@ def test_what_waits_for_long_is_written(tmp_path, monkeypatch):
     journal.write_due()
     assert json.loads(path.read_text())["begun"] == 7
     journal.close()
+
+
+def test_an_entry_that_cannot_be_made_is_left_out(tmp_path, caplog):
+    path = tmp_path / "events.jsonl"
+    journal = Journal(path)
+    journal.add(lambda: [{"fine": 1}, {"bad": object()}], is_urgent=False)
+    journal.write(after=2)
+    journal.write_due()
+    assert json.loads(path.read_text())["after"] == 2
+    assert "internal error while recording" in caplog.text
+    journal.close()

@@ -65,14 +65,22 @@ class Journal:
     def _write_waiting(self) -> None:
         """A full disk ends the recording, not the controller."""
         entries, self._waiting, self._is_urgent = self._waiting, [], False
-        lines = [self._encode({"at": at, **line}) + b"\n" for at, make in entries for line in make()]
+        lines = b"".join(self._made(at, make) for at, make in entries)
         if self._file is None or not lines:
             return
         try:
-            self._file.write(b"".join(lines))
+            self._file.write(lines)
         except OSError as error:
             log.warning("events are no longer written: %s", error)
             self.close()
+
+    def _made(self, at: float, make: Callable[[], Lines]) -> bytes:
+        """An entry's lines. One that triggers a bug is left out, and does not stop the controller."""
+        try:
+            return b"".join(self._encode({"at": at, **line}) + b"\n" for line in make())
+        except Exception:
+            log.exception("internal error while recording an event")
+            return b""
 
     def close(self) -> None:
         """Write what was added, and no more lines."""
