@@ -70,7 +70,7 @@ def chunk(*boxes: Conversion, align: int = 16) -> tuple[ChunkFill, int]:
         found.append((box, at))
         at += box.rows * box.columns * (4 if DTYPES[box.dst_dtype] == "fp32" else 2 if box.op == Op.CAST else 1)
         at = -(-at // align) * align
-    return ChunkFill(planes=NO_PLANES, boxes=conversions_of(found), source_end=0), at
+    return ChunkFill(planes=NO_PLANES, boxes=conversions_of(found)), at
 
 
 def image_on(work, converter, described: tuple[ChunkFill, int], shift: int = 0) -> np.ndarray:

@@ -224,7 +224,7 @@ def quantised_chunk(held: Quantised) -> ChunkFill:
         rows.append(Conversion(Op.QUANTIZE, number, *memory, *first, *extent))
         places.append(at)
         at += values.size
-    return ChunkFill(planes=no_planes(), boxes=Conversions(table=np.array(rows), at=np.array(places)), source_end=0)
+    return ChunkFill(planes=no_planes(), boxes=Conversions(table=np.array(rows), at=np.array(places)))
 
 
 def no_planes():
