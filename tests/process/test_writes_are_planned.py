@@ -42,7 +42,7 @@ def test_posted_writes_are_those_of_the_plan(transport, mode, seed):
     engines = [cut(zeros, int(chance.integers(0, 2)), rank, num_engines) for rank in range(num_engines)]
     engine_settings = {
         "chunk_bytes": int(chance.choice([65536, 1 << 20])),
-        "min_write_bytes": int(chance.choice([1, 4096, 1 << 30])),
+        "min_write_bytes": int(chance.choice([0, 1, 4096, 1 << 30])),
         "window_bytes": 1 << 20,
     }
     with Arena(

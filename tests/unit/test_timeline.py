@@ -44,7 +44,8 @@ def test_without_a_journal_nothing_is_kept():
     assert not journal._waiting
 
 
-def test_lines_keep_their_order_and_wait_for_the_end_of_a_version(tmp_path):
+def test_lines_keep_their_order_and_wait_for_the_end_of_a_version(tmp_path, monkeypatch):
+    monkeypatch.setattr("weft.runtime.controller.journal.PATIENCE_S", 1e6)
     path = tmp_path / "events.jsonl"
     journal = Journal(path)
     timelines = Timelines(journal)

@@ -68,8 +68,8 @@ class SendProgram:
         self.cut_blocks = _cut_blocks(plan, self.converter, len(grids))
         self.groups = [group for group in grids.groups if self.converter.looks_before(group)]
         """Groups of matrices whose magnitudes are found before Chunks are filled."""
-        self._beside: dict[int, list[list[Planes]]] = {}
-        """Engine rank → what is written straight from the weights, beside its packed Chunks."""
+        self._read_beside: dict[int, list[Spans]] = {}
+        """Engine rank → the offloaded weights that are read by what is written straight beside each of its Chunks."""
         self._outgoing: list[Outgoing] = []
         self._programs = _compile(plan.targets, is_digested=settings.digest is DigestPolicy.ON)
         self.links = [
@@ -106,13 +106,11 @@ class SendProgram:
 
     def _spans_beside(self, chunk: Chunk) -> Spans:
         """The weights that are read by what is written beside a Chunk."""
-        parts = [self._beside.get(link.engine, []) for link in chunk.links]
-        tables = [table for part in parts if chunk.number < len(part) for table in part[chunk.number]]
-        none = np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64)
-        address, num_bytes = zip(none, *(table.src_spans for table in tables), strict=True)
-        return np.concatenate(address, dtype=np.int64, casting="unsafe"), np.concatenate(
-            num_bytes, dtype=np.int64, casting="unsafe"
-        )
+        none = np.zeros(0, dtype=np.int64)
+        known = [self._read_beside.get(link.engine, []) for link in chunk.links]
+        spans = [(none, none), *(parts[chunk.number] for parts in known if chunk.number < len(parts))]
+        address, num_bytes = (np.concatenate(columns) for columns in zip(*spans, strict=True))
+        return address, num_bytes
 
     def _connect(self, program: _LinkProgram) -> Link:
         target = program.target
@@ -125,8 +123,10 @@ class SendProgram:
             stream = program.stream
             link.needs = stream.credits_needed
             num_parts = 1 if link.has_window else stream.num_packed
-            self._beside[target.engine] = _beside(tables, num_parts)
-            link.direct = [self._parcel(link, part) for part in self._beside[target.engine]]
+            beside = _beside(tables, num_parts)
+            link.direct = [self._parcel(link, part) for part in beside]
+            if self.mirror is not None:
+                self._read_beside[target.engine] = [_read_by(part) for part in beside]
         except TransportError as error:
             link.obstacle = str(error)
         return link
@@ -311,6 +311,12 @@ def _compile(targets: Sequence[EngineTarget], *, is_digested: bool) -> list[_Lin
             streams[key] = LinkStream(LinkBoxes.decode(target.boxes), target.carriage)
         programs.append(_LinkProgram(target, streams[key], is_digested=is_digested))
     return programs
+
+
+def _read_by(tables: Sequence[Planes]) -> Spans:
+    """The weights some tables read."""
+    address, num_bytes = joined(tables).src_spans
+    return address.astype(np.int64), num_bytes.astype(np.int64)
 
 
 def _beside(tables: Sequence[Planes], num_packed: int) -> list[list[Planes]]:
