@@ -13,11 +13,15 @@ import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 from weft.errors import ConfigError
 
 MIB = 1 << 20
+MAX_BEATS_PER_S = 200
+"""Heartbeats that may reach a controller in a second, if each member still sends enough of them."""
+BEATS_IN_SILENCE = 4
+"""Heartbeats that always fit into the silence after which a member is lost."""
 
 
 class ReceiverMode(enum.StrEnum):
@@ -123,7 +127,8 @@ class TransferSettings:
     nixl_devices: str = ""
     """Network devices UCX may use, such as `mlx5_0:1`; empty: all."""
     beat_s: float = 0.5
-    """Heartbeat interval of members and the controller."""
+    """Heartbeat interval of members and the controller. Longer for more than 100 members, but not more than a quarter
+    of silence_s: at most 200 heartbeats reach the controller in a second."""
     silence_s: float = 5.0
     """A member, or the controller, that has been silent for this long is lost."""
     version_s: float = 60.0
@@ -161,6 +166,11 @@ class TransferSettings:
             raise ConfigError(f"patch_share is {self.patch_share}", hint="expected more than 0 and at most 1")
         if not 1 <= self.num_threads <= 64:
             raise ConfigError(f"num_threads is {self.num_threads}", hint="expected 1 to 64")
+
+    def paced(self, num_members: int) -> Self:
+        """These settings for a fleet of this size: heartbeats of many members are rarer."""
+        beat_s = min(num_members / MAX_BEATS_PER_S, self.silence_s / BEATS_IN_SILENCE)
+        return self if beat_s <= self.beat_s else replace(self, beat_s=beat_s)
 
     def _check_chunks(self) -> None:
         chunk, staging = self.chunk_bytes, self.staging_bytes

@@ -77,3 +77,11 @@ def test_what_an_engine_reserves():
     for wrong in ("much", "3 acres", "-1GB", ""):
         with pytest.raises(ConfigError, match="is not a size"):
             EngineSettings(reserve=wrong)
+
+
+@pytest.mark.parametrize(
+    ("num_members", "silence_s", "expected"),
+    [(2, 5.0, 0.5), (100, 5.0, 0.5), (200, 5.0, 1.0), (384, 5.0, 1.25), (384, 38.4, 1.92), (10_000, 1.0, 0.5)],
+)
+def test_heartbeats_of_many_members_are_rarer(num_members, silence_s, expected):
+    assert TransferSettings(silence_s=silence_s).paced(num_members).beat_s == pytest.approx(expected)

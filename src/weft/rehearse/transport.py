@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
 from weft.errors import TransportError
 from weft.runtime.control.member_id import MemberId
@@ -49,9 +50,9 @@ class Board:
         with self.path.open("wb") as file:
             file.truncate(8 * int(np.prod(self._shape)))
 
-    def map(self) -> np.memmap[tuple[int, int, int], np.dtype[np.int64]]:
+    def map(self) -> NDArray[np.int64]:
         """The cells, as all processes see them."""
-        return np.memmap(self.path, dtype=np.int64, mode="r+", shape=self._shape)
+        return np.asarray(np.memmap(self.path, dtype=np.int64, mode="r+", shape=self._shape))  # cheaper to index
 
     def row(self, member: str) -> int:
         """The row of cells of a member."""

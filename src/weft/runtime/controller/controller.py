@@ -169,7 +169,7 @@ class Controller:
         self._membership = Membership(
             num_trainers=num_trainers, num_engine_ranks=num_engine_ranks, ranks_per_engine=ranks_per_engine
         )
-        self._settings = settings or TransferSettings()
+        self._settings = (settings or TransferSettings()).paced(num_trainers + num_engine_ranks)
         planning = Planning.of(
             policy=policy,
             topology=topology,

@@ -25,6 +25,9 @@ FOLLOW_S = 0.001
 """How long to wait between looks at what has landed."""
 BUSY_S = 0.01
 """The same when all cores are busy, perhaps with writing."""
+RARE_S = 0.1
+PATIENCE = 32
+"""Looks become rarer while nothing lands, up to RARE_S: what comes then is noticed late by 1/32 of that time."""
 ARRIVING_S = 0.00005
 """The same when everything was sent: the last bytes, or their announcement, are about to arrive."""
 
@@ -60,6 +63,8 @@ class Following:
         self._as_patches, self._tag = False, 0
         self._next_look_s = ARRIVING_S
         """How long to wait for a Chunk that some trainer waits for; longer and longer while none comes."""
+        self._moved_at = time.monotonic()
+        """When something landed last, or the version was announced."""
 
     def plan(self, landing: Landing, *, from_host: bool = False) -> None:
         """Follow another plan. `from_host`: versions land in host memory, although the weights are on a GPU."""
@@ -71,7 +76,7 @@ class Following:
         self.end_old()
         self.stop()
         self._as_patches, self._tag = as_patches, tag_of(version, whole=whole)
-        self._next_look_s = ARRIVING_S
+        self._next_look_s, self._moved_at = ARRIVING_S, time.monotonic()
         if self.landing is not None and not as_patches:
             self._arrivals = self._arriving(version, self.landing.arriving)
 
@@ -144,12 +149,17 @@ class Following:
             return None  # look when everything has been sent
         is_busy = self._device == CPU and not spare_core()
         if is_busy and not arrivals.will_be_awaited:
-            return BUSY_S
+            return self._patient(BUSY_S)
         if _follow(arrivals):
+            self._moved_at = time.monotonic()
             return 0.0
         if arrivals.is_whole:
             return None
-        return BUSY_S if is_busy else FOLLOW_S
+        return self._patient(BUSY_S if is_busy else FOLLOW_S)
+
+    def _patient(self, least_s: float) -> float:
+        """How long to wait for the next Chunk."""
+        return max(least_s, min((time.monotonic() - self._moved_at) / PATIENCE, RARE_S))
 
     def count(self) -> int | None:
         """Without a digest: process what was counted as arrived; returns the version if it is complete."""
