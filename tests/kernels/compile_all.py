@@ -16,7 +16,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from weft.codec import cast_kernels, fp8_kernels, patch_kernels
-from weft.codec.delta import DENSE, GROUPS, HEADER_BYTES
+from weft.codec.delta import BLOCK, DENSE, GROUPS, HEADER_BYTES
 from weft.gpu import walking
 
 HOPPER = GPUTarget("cuda", 90, 32)
@@ -55,28 +55,28 @@ def kernels() -> list[tuple[str, Any, dict[str, str], dict[str, Any], int]]:
 
 def patch_kernels_of(width: int) -> list[tuple[str, Any, dict[str, str], dict[str, Any], int]]:
     """Kernels for elements of one width."""
-    kind, element = {1: ("u8", tl.uint8), 2: ("i16", tl.int16), 4: ("i32", tl.int32)}[width]
-    encode = {
-        "now": f"*{kind}",
-        "old": f"*{kind}",
-        "num_elements": "i64",
-        "out": "*u8",
-        "state": "*i64",
-        "scratch": "*i32",
+    element = {1: tl.uint8, 2: tl.int16, 4: tl.int32}[width]
+    encode = {**dict.fromkeys(("sections", "section_of", "state"), "*i64"), "scratch": "*i32"}
+    sizes: dict[str, Any] = {
+        "ELEMENT": element,
+        "WIDTH": width,
+        "WORDS": patch_kernels.WORDS,
+        "TILE": patch_kernels.ENCODE_TILE,
+        "DENSE": DENSE,
+        "HEADER": HEADER_BYTES,
+        "IS_ALIGNED": True,
     }
-    sizes = {"WORDS": patch_kernels.WORDS, "TILE": patch_kernels.ENCODE_TILE, "DENSE": DENSE, "HEADER": HEADER_BYTES}
-    opened = {"data": "*u8", "opened": "*i64", "num_elements": "i64"}
+    opened = dict.fromkeys(("blocks", "section_of", "places", "opened"), "*i64")
     rows = dict.fromkeys(("first_row", "num_rows", "row_begin", "row_address"), "*i64")
     groups = {"WIDTH": width, "GROUPS": GROUPS, "HEADER": HEADER_BYTES}
-    numbers = ("first_record", "width_and_magic", "num_elements", "base", "version")
-    finish = {"out": "*u8", "state": "*i64", **dict.fromkeys(numbers, "i64")}
-    opening = {"data": "*u8", "num_bytes": "i64", "sections": "*i64", "found": "*i64"}
+    finish = {"sections": "*i64", "state": "*i64", **dict.fromkeys(("width_and_magic", "base", "version"), "i64")}
+    opening = dict.fromkeys(("images", "places", "sections", "found", "ends"), "*i64")
     return [
-        ("encode", patch_kernels._encode_kernel, encode, {"WIDTH": width, **sizes}, patch_kernels.ENCODE_WARPS),
+        ("encode", patch_kernels._encode_kernel, encode, sizes, patch_kernels.ENCODE_WARPS),
         ("check", patch_kernels._check_kernel, {**opened, "flags": "*i64"}, groups, 1),
         ("apply", patch_kernels._apply_kernel, {**opened, **rows}, {**groups, "SLOTS": 8, "ELEMENT": element}, 4),
-        ("finish", patch_kernels._finish_kernel, finish, {}, 4),
-        ("open", patch_kernels._open_kernel, opening, {"NUM_SECTIONS": width, "HEADER": HEADER_BYTES}, 1),
+        ("finish", patch_kernels._finish_kernel, finish, {"BLOCK": BLOCK, "HEADER": HEADER_BYTES}, 4),
+        ("open", patch_kernels._open_kernel, opening, {"HEADER": HEADER_BYTES}, 1),
     ]
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import pytest
 
@@ -10,8 +12,8 @@ pytest.importorskip("triton")
 
 from weft.codec import delta  # noqa: E402
 from weft.codec.image import ImageLayout, Section  # noqa: E402
+from weft.codec.patching import Difference, PatchedImage  # noqa: E402
 from weft.codec.patching_gpu import GpuPatcher  # noqa: E402
-from weft.errors import CodecError  # noqa: E402
 
 SIZES = [1, 16385]
 CHANGES = [(0.0, 1), (0.01, 200), (0.3, 1 << 7), (1.0, 1)]
@@ -45,16 +47,19 @@ def on(work, data: np.ndarray) -> torch.Tensor:
 def patches_of(work, layout: ImageLayout, old: np.ndarray | None, new: np.ndarray) -> np.ndarray:
     out = torch.zeros(layout.max_patch_bytes, dtype=torch.uint8, device=work.device)
     now, before = on(work, new), None if old is None else on(work, old)
-    size = GpuPatcher(work).encode(
-        layout,
-        now.data_ptr(),
-        None if before is None else before.data_ptr(),
-        out.data_ptr(),
-        len(out),
-        base=1,
-        version=2,
+    images = Difference(
+        layout=layout,
+        now=now.data_ptr(),
+        old=None if before is None else before.data_ptr(),
+        out=out.data_ptr(),
+        capacity=len(out),
     )
+    size = GpuPatcher(work).encode([images], base=1, version=2)[0]
     return out[:size].cpu().numpy()
+
+
+def patched(layout: ImageLayout, data: torch.Tensor, rows: Sequence[delta.ImageRows]) -> PatchedImage:
+    return PatchedImage(layout=layout, patches=data.data_ptr(), num_bytes=len(data), rows=rows)
 
 
 def cpu_patches(layout: ImageLayout, old: np.ndarray | None, new: np.ndarray) -> np.ndarray:
@@ -93,9 +98,9 @@ def test_a_patch_is_the_same_and_gives_the_new_image(work, sections, density, re
     assert sorted_records(layout, patches) == sorted_records(layout, wanted)
     layout.check(patches.ctypes.data, len(patches), base=1, version=2)
     image, data = on(work, old), on(work, patches)
-    patcher = GpuPatcher(work)
-    patcher.check(layout, data.data_ptr(), len(data), base=1, version=2)
-    patcher.apply(layout, data.data_ptr(), len(data), layout.contiguous(image.data_ptr()))
+    patcher, one = GpuPatcher(work), patched(layout, data, layout.contiguous(image.data_ptr()))
+    assert patcher.check([one], base=1, version=2) == [None]
+    patcher.apply([one])
     assert np.array_equal(image.cpu().numpy(), new)
 
 
@@ -105,9 +110,9 @@ def test_anchors_are_the_same(work):
     patches = patches_of(work, layout, None, new)
     assert np.array_equal(patches, cpu_patches(layout, None, new))
     data, image = on(work, patches), on(work, np.zeros_like(new))
-    patcher = GpuPatcher(work)
-    patcher.check(layout, data.data_ptr(), len(data), base=None, version=2)
-    patcher.apply(layout, data.data_ptr(), len(data), layout.contiguous(image.data_ptr()))
+    patcher, one = GpuPatcher(work), patched(layout, data, layout.contiguous(image.data_ptr()))
+    assert patcher.check([one], base=None, version=2) == [None]
+    patcher.apply([one])
     for part in layout.sections:
         mine = slice(part.begin, part.begin + part.num_bytes)
         assert np.array_equal(image.cpu().numpy()[mine], new[mine])
@@ -130,7 +135,7 @@ def test_rows_that_lie_apart(work, width):
         address=(memory.data_ptr() + places).astype(np.uint64),
         length=np.diff(borders).astype(np.uint64),
     )
-    GpuPatcher(work).apply(layout, data.data_ptr(), len(data), [rows])
+    GpuPatcher(work).apply([patched(layout, data, [rows])])
     found = memory.cpu().numpy()
     for place, a, b in spans:
         assert np.array_equal(found[place : place + b - a], new[a:b])
@@ -151,11 +156,10 @@ def test_damaged_patches_are_refused_or_stay_inside(work):
         memory = torch.full((len(old) + 8192,), 0xA5, dtype=torch.uint8, device=work.device)
         memory[4096 : 4096 + len(old)] = on(work, old)
         data = on(work, damaged)
-        try:
-            patcher.check(layout, data.data_ptr(), len(data), base=1, version=2)
-        except CodecError:
+        one = patched(layout, data, layout.contiguous(memory.data_ptr() + 4096))
+        if patcher.check([one], base=1, version=2) != [None]:
             continue
-        patcher.apply(layout, data.data_ptr(), len(data), layout.contiguous(memory.data_ptr() + 4096))
+        patcher.apply([one])
         assert (memory[:4096] == 0xA5).all()
         assert (memory[4096 + len(old) :] == 0xA5).all()
 
@@ -168,5 +172,31 @@ def test_what_does_not_fit_is_refused(work, base, version, cut, said):
     layout = layout_of((2, 700))
     patches = patches_of(work, layout, *images(layout, 0.1, 5))
     data = on(work, np.concatenate([patches, np.zeros(8, dtype=np.uint8)]))
-    with pytest.raises(CodecError, match=said):
-        GpuPatcher(work).check(layout, data.data_ptr(), len(patches) - cut, base=base, version=version)
+    one = patched(layout, data[: len(patches) - cut], ())
+    assert said in str(GpuPatcher(work).check([one], base=base, version=version)[0])
+
+
+def test_many_images_at_once(work):
+    """Sizes, sections and densities of all kinds in one call; a damaged one is named, and the others are applied."""
+    layouts = [layout_of(*MIXED), layout_of((2, 1)), layout_of((1, 16_385), (2, 40_000)), layout_of((2, 33_000))]
+    pairs = [images(layout, *change) for layout, change in zip(layouts, CHANGES, strict=True)]
+    olds, news = zip(*((on(work, image) for image in pair) for pair in pairs), strict=True)
+    outs = [torch.zeros(layout.max_patch_bytes, dtype=torch.uint8, device=work.device) for layout in layouts]
+    patcher = GpuPatcher(work)
+    wanted = [
+        Difference(layout=layout, now=new.data_ptr(), old=old.data_ptr(), out=out.data_ptr(), capacity=len(out))
+        for layout, new, old, out in zip(layouts, news, olds, outs, strict=True)
+    ]
+    sizes = patcher.encode(wanted, base=1, version=2)
+    alone = [cpu_patches(layout, *pair) for layout, pair in zip(layouts, pairs, strict=True)]
+    assert sizes == [len(patches) for patches in alone]
+    made = [out[:size] for out, size in zip(outs, sizes, strict=True)]
+    rows = [layout.contiguous(old.data_ptr()) for layout, old in zip(layouts, olds, strict=True)]
+    all_of_them = [patched(*each) for each in zip(layouts, made, rows, strict=True)]
+    assert patcher.check(all_of_them, base=1, version=2) == [None] * 4
+    torn = [*all_of_them[:2], all_of_them[2]._replace(num_bytes=sizes[2] - 8), all_of_them[3]]
+    said = patcher.check(torn, base=1, version=2)
+    assert [problem is None for problem in said] == [True, True, False, True]
+    patcher.apply(all_of_them)
+    for old, (_, new) in zip(olds, pairs, strict=True):
+        assert np.array_equal(old.cpu().numpy(), new)

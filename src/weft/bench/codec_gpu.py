@@ -15,6 +15,7 @@ from weft.bench.codec import Bench, CodecReport, Say, layer_shapes
 from weft.codec import fp8_kernels
 from weft.codec.image import ImageLayout, Section
 from weft.codec.matrix_tiles import MatrixBox, MatrixTiles
+from weft.codec.patching import Difference, PatchedImage
 from weft.codec.patching_gpu import GpuPatcher
 from weft.gpu import GpuWork
 
@@ -96,15 +97,22 @@ class _ImagePatches:
     def encode(self) -> None:
         """Make them."""
         images = self._new.data_ptr(), self._old.data_ptr()
-        self.num_bytes = self._patcher.encode(self._layout, *images, self.address, len(self._out), base=1, version=2)
+        whole = Difference(self._layout, *images, self.address, len(self._out))
+        self.num_bytes = self._patcher.encode([whole], base=1, version=2)[0]
 
     def check(self) -> None:
         """Check them."""
-        self._patcher.check(self._layout, self.address, self.num_bytes, base=1, version=2)
+        problem = self._patcher.check([self._image], base=1, version=2)[0]
+        if problem is not None:
+            raise problem
 
     def apply(self) -> None:
         """Apply them to the held image."""
-        self._patcher.apply(self._layout, self.address, self.num_bytes, self._rows)
+        self._patcher.apply([self._image])
+
+    @property
+    def _image(self) -> PatchedImage:
+        return PatchedImage(self._layout, self.address, self.num_bytes, self._rows)
 
     def is_exact(self) -> bool:
         """Whether they turn the old image into the new one."""

@@ -1,56 +1,66 @@
 """Patches on a GPU: Triton kernels that give the same results as the C module, bit for bit (record order aside).
 
-Sizes of patches stay on the device: a kernel finds in `state` where its patch begins, because the patches of an image's
-sections are contiguous. The host waits once, for the last of them.
+One launch works on the sections of many images that have elements of one size: a table on the device has a row for each
+section, another one the section of every block. Sizes of patches stay on the device: a kernel finds in `state` where
+its patch begins, because the patches of an image's sections are contiguous. The host waits once, for the last of them.
 
-Numbers that differ from version to version or from Chunk to Chunk are not specialised on: Triton would compile a kernel
-anew for every one that is 1, or a multiple of 16, in the middle of a version.
+Numbers that differ from version to version are not specialised on: Triton would compile a kernel anew for every one
+that is 1, or a multiple of 16, in the middle of a version.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 import triton
 import triton.language as tl
+from numpy.typing import NDArray
 
 from weft.codec import delta
 from weft.codec.delta import BLOCK, DENSE, GROUPS, HEADER_BYTES, ImageRows
+from weft.codec.image import Section
 
 WORDS = BLOCK // 32
 ENCODE_TILE, ENCODE_WARPS = 256, 4
 APPLY_WARPS = 4
-_TYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+_ELEMENTS = {1: tl.uint8, 2: tl.int16, 4: tl.int32}
 
 
-@triton.jit(do_not_specialize=["num_elements"])
+@triton.jit
 def _encode_kernel(  # type: ignore[no-untyped-def]
-    now,
-    old,
-    num_elements,
-    out,
+    sections,
+    section_of,
     state,
     scratch,
+    ELEMENT: tl.constexpr,
     WIDTH: tl.constexpr,
     WORDS: tl.constexpr,
     TILE: tl.constexpr,
     DENSE: tl.constexpr,
     HEADER: tl.constexpr,
+    IS_ALIGNED: tl.constexpr,
 ):
     """One block: a bit for every element that differs, then the record, at its own place in the patch."""
-    block = tl.program_id(0).to(tl.int64)
-    patch = out + tl.load(state)
+    program = tl.program_id(0)
+    section = sections + tl.load(section_of + program) * 6
+    block = program - tl.load(section)
+    num_elements = tl.load(section + 1)
+    now = tl.load(section + 2).to(tl.pointer_type(ELEMENT))
+    old = tl.load(section + 3).to(tl.pointer_type(ELEMENT))
+    state += 2 * tl.load(section + 5)
+    patch = tl.load(section + 4).to(tl.pointer_type(tl.uint8)) + tl.load(state)
     table = (patch + HEADER).to(tl.pointer_type(tl.int64))
-    first_record = HEADER + tl.num_programs(0).to(tl.int64) * 8
+    first_record = HEADER + (num_elements + WORDS * 32 - 1) // (WORDS * 32) * 8
     first = block * (WORDS * 32)
     elements = tl.minimum(num_elements - first, WORDS * 32).to(tl.int32)
     now += first
     old += first
-    scratch += block * WORDS
+    scratch += program.to(tl.int64) * WORDS
     if elements == WORDS * 32:
-        _find_bits(now, old, scratch, WIDTH, WORDS, TILE)
+        _find_bits(now, old, scratch, WIDTH, WORDS, TILE, IS_ALIGNED)
     else:
         _find_bits_at_end(now, old, elements, scratch, WORDS, TILE)
     tl.debug_barrier()
@@ -92,7 +102,7 @@ def _popcount(bits):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _find_bits(  # type: ignore[no-untyped-def]
-    now, old, scratch, WIDTH: tl.constexpr, WORDS: tl.constexpr, TILE: tl.constexpr
+    now, old, scratch, WIDTH: tl.constexpr, WORDS: tl.constexpr, TILE: tl.constexpr, IS_ALIGNED: tl.constexpr
 ):
     """A bit for every element of a whole block that differs; four bytes at a time, tile by tile: few registers."""
     PER: tl.constexpr = 4 // WIDTH
@@ -103,7 +113,10 @@ def _find_bits(  # type: ignore[no-untyped-def]
     for part in tl.static_range(0, WORDS, TILE):
         word = part + tl.arange(0, TILE)
         index = word[:, None] * (32 // PER) + lane
-        differs = tl.load(now + index) ^ tl.load(old + index)
+        if IS_ALIGNED:
+            differs = tl.load(tl.multiple_of(now + index, [16, 16])) ^ tl.load(tl.multiple_of(old + index, [16, 16]))
+        else:
+            differs = tl.load(now + index) ^ tl.load(old + index)
         flags = (differs & MASK != 0).to(tl.int32) if PER > 1 else (differs != 0).to(tl.int32)
         for number in tl.static_range(1, PER):
             flags |= ((differs >> (8 * WIDTH * number)) & MASK != 0).to(tl.int32) << number
@@ -179,12 +192,15 @@ def _write_changes(  # type: ignore[no-untyped-def]
         bits = bits & (bits - 1)
 
 
-@triton.jit(do_not_specialize=["first_record", "width_and_magic", "num_elements", "base", "version"])
-def _finish_kernel(out, state, first_record, width_and_magic, num_elements, base, version):  # type: ignore[no-untyped-def]
+@triton.jit(do_not_specialize=["width_and_magic", "base", "version"])
+def _finish_kernel(sections, state, width_and_magic, base, version, BLOCK: tl.constexpr, HEADER: tl.constexpr):  # type: ignore[no-untyped-def]
     """The header of a patch whose records are written; the next one begins after it, at a multiple of eight bytes."""
+    section = sections + tl.program_id(0) * 6
+    state += 2 * tl.load(section + 5)
     begin = tl.load(state)
-    size = first_record + tl.load(state + 1)
-    header = (out + begin).to(tl.pointer_type(tl.int64))
+    num_elements = tl.load(section + 1)
+    size = HEADER + (num_elements + BLOCK - 1) // BLOCK * 8 + tl.load(state + 1)
+    header = (tl.load(section + 4) + begin).to(tl.pointer_type(tl.int64))
     tl.store(header, width_and_magic)
     tl.store(header + 1, num_elements)
     tl.store(header + 2, size)
@@ -194,13 +210,15 @@ def _finish_kernel(out, state, first_record, width_and_magic, num_elements, base
     tl.store(state + 1, 0)
 
 
-@triton.jit(do_not_specialize=["num_bytes"])
-def _open_kernel(  # type: ignore[no-untyped-def]
-    data, num_bytes, sections, found, NUM_SECTIONS: tl.constexpr, HEADER: tl.constexpr
-):
-    """Where the patch of each section begins, −1 if there is none, and its header; then where the last one ends."""
+@triton.jit
+def _open_kernel(images, places, sections, found, ends, HEADER: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Where the patch of each section of an image begins, −1 if there is none, and its header; then where all end."""
+    image = tl.program_id(0)
+    first = tl.load(images + 2 * image)
+    data = tl.load(places + 2 * image).to(tl.pointer_type(tl.uint8))
+    num_bytes = tl.load(places + 2 * image + 1)
     at = tl.zeros((), tl.int64)
-    for number in range(0, NUM_SECTIONS):
+    for number in range(first, first + tl.load(images + 2 * image + 1)):
         entry = found + number * 6
         begin = at
         tl.store(entry, -1)
@@ -221,20 +239,26 @@ def _open_kernel(  # type: ignore[no-untyped-def]
                 at = tl.full((), -1, tl.int64)
         else:
             at = tl.full((), -1, tl.int64)
-    tl.store(found + NUM_SECTIONS * 6, at)
+    tl.store(ends + image, at)
 
 
-@triton.jit(do_not_specialize=["num_elements"])
+@triton.jit
 def _check_kernel(  # type: ignore[no-untyped-def]
-    data, opened, num_elements, flags, WIDTH: tl.constexpr, GROUPS: tl.constexpr, HEADER: tl.constexpr
+    blocks, section_of, places, opened, flags, WIDTH: tl.constexpr, GROUPS: tl.constexpr, HEADER: tl.constexpr
 ):
     """Whether a block's record lies inside its patch and its counts add up, and whether the block is dense."""
+    program = tl.program_id(0)
+    section = blocks + tl.load(section_of + program) * 4
+    number = tl.load(section + 2)
+    opened += 6 * number
+    flags += 2 * number
     begin = tl.load(opened)
     if begin >= 0:
-        block = tl.program_id(0).to(tl.int64)
-        patch = data + begin
+        block = program - tl.load(section)
+        num_elements = tl.load(section + 1)
+        patch = (tl.load(places + 2 * tl.load(section + 3)) + begin).to(tl.pointer_type(tl.uint8))
         num_bytes = tl.load(opened + 3)
-        first_record = HEADER + tl.num_programs(0).to(tl.int64) * 8
+        first_record = HEADER + (num_elements + GROUPS * 256 - 1) // (GROUPS * 256) * 8
         elements = tl.minimum(num_elements - block * GROUPS * 256, GROUPS * 256)
         entry = tl.load((patch + HEADER).to(tl.pointer_type(tl.int64)) + block)
         offset = (entry & 0xFFFFFFFF) * 4
@@ -255,11 +279,12 @@ def _check_kernel(  # type: ignore[no-untyped-def]
             tl.store(flags + 1, 1)
 
 
-@triton.jit(do_not_specialize=["num_elements"])
+@triton.jit
 def _apply_kernel(  # type: ignore[no-untyped-def]
-    data,
+    blocks,
+    section_of,
+    places,
     opened,
-    num_elements,
     first_row,
     num_rows,
     row_begin,
@@ -271,9 +296,11 @@ def _apply_kernel(  # type: ignore[no-untyped-def]
     HEADER: tl.constexpr,
 ):
     """One block of a checked patch; whatever the patch says, only elements of the block are written."""
-    block = tl.program_id(0).to(tl.int64)
-    begin_of_patch = tl.load(opened)
-    patch = data + begin_of_patch
+    program = tl.program_id(0)
+    section = blocks + tl.load(section_of + program) * 4
+    block = program - tl.load(section)
+    begin_of_patch = tl.load(opened + 6 * tl.load(section + 2))
+    patch = (tl.load(places + 2 * tl.load(section + 3)) + begin_of_patch).to(tl.pointer_type(tl.uint8))
     changes = tl.zeros((), tl.int32)
     entry = tl.zeros((), tl.int64)
     if begin_of_patch >= 0:
@@ -282,9 +309,9 @@ def _apply_kernel(  # type: ignore[no-untyped-def]
     if changes > 0:
         record = patch + (entry & 0xFFFFFFFF) * 4
         first = block * GROUPS * 256
-        elements = tl.minimum(num_elements - first, GROUPS * 256).to(tl.int32)
-        row = tl.load(first_row + block)
-        rows = tl.load(num_rows + block)
+        elements = tl.minimum(tl.load(section + 1) - first, GROUPS * 256).to(tl.int32)
+        row = tl.load(first_row + program)
+        rows = tl.load(num_rows + program)
         if changes == 65535:
             raw = record.to(tl.pointer_type(ELEMENT))
             lane = tl.arange(0, GROUPS * SLOTS)
@@ -386,39 +413,72 @@ def _address(element, row, rows, row_begin, row_address, WIDTH: tl.constexpr):  
     return address
 
 
-def encode(
-    now: torch.Tensor, old: torch.Tensor, *, width: int, base: int, version: int, out: torch.Tensor, state: torch.Tensor
-) -> None:
-    """Queue the patch between two images in device memory.
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """The blocks of some sections with elements of one size, in device memory."""
 
-    It begins at byte `state[0]` of `out`, which is where the next one begins afterwards. `state[1]` counts bytes of
-    records meanwhile; it is 0 before and after.
+    width: int
+    sections: torch.Tensor
+    """A row for each section: its first block, its elements, its number, and its image."""
+    section_of: torch.Tensor
+    """The section of every block, as a row of `sections`."""
+
+    @classmethod
+    def of(cls, parts: Sequence[tuple[int, int, Section]], device: torch.device) -> Blocks:
+        """Sections with the number of each, and of its image."""
+        counts = np.array([num_blocks(part) for _, _, part in parts], dtype=np.int64)
+        firsts = np.cumsum(counts) - counts
+        rows = [
+            (first, part.num_elements, number, image)
+            for first, (number, image, part) in zip(firsts.tolist(), parts, strict=True)
+        ]
+        columns = np.array(rows, dtype=np.int64).reshape(-1, 4), np.repeat(np.arange(len(parts)), counts)
+        return cls(parts[0][2].width, *(torch.from_numpy(column).to(device) for column in columns))
+
+    @property
+    def grid(self) -> tuple[int]:
+        """A program for every block."""
+        return (len(self.section_of),)
+
+
+def num_blocks(part: Section) -> int:
+    """Blocks of a section."""
+    return -(-part.num_elements // BLOCK)
+
+
+def encode(
+    blocks: Blocks, table: torch.Tensor, state: torch.Tensor, *, base: int, version: int, is_aligned: bool
+) -> None:
+    """Queue the patches between two images each.
+
+    `table` has a row for each section: its first block, its elements, the addresses of the new and the old one, where
+    the patches of its image begin, and the number of the image. A patch begins `state[image, 0]` bytes after that,
+    which is where the next one begins afterwards; `state[image, 1]` counts bytes of records meanwhile, from 0.
+    `is_aligned`: whether all images begin at multiples of 16 bytes.
     """
-    num_elements = now.numel() * now.element_size() // width
-    num_blocks = -(-num_elements // BLOCK)
-    if num_blocks:
-        scratch = torch.empty(WORDS * num_blocks, dtype=torch.int32, device=now.device)
-        _encode_kernel[(num_blocks,)](
-            now.view(_TYPES[width]),
-            old.view(_TYPES[width]),
-            num_elements,
-            out,
+    if blocks.grid[0]:
+        scratch = torch.empty(WORDS * blocks.grid[0], dtype=torch.int32, device=state.device)
+        _encode_kernel[blocks.grid](
+            table,
+            blocks.section_of,
             state,
             scratch,
-            WIDTH=width,
+            ELEMENT=_ELEMENTS[blocks.width],
+            WIDTH=blocks.width,
             WORDS=WORDS,
             TILE=ENCODE_TILE,
             DENSE=DENSE,
             HEADER=HEADER_BYTES,
+            IS_ALIGNED=is_aligned,
             num_warps=ENCODE_WARPS,
         )
-    words = delta.header_bytes(width, num_elements, 0, base, version).view(np.int64).tolist()
-    _finish_kernel[(1,)](out, state, delta.first_record(num_elements), words[0], words[1], words[3], words[4])
+    words = delta.header_bytes(blocks.width, 0, 0, base, version).view(np.int64).tolist()
+    _finish_kernel[(len(table),)](table, state, words[0], words[3], words[4], BLOCK=BLOCK, HEADER=HEADER_BYTES)
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceRows:
-    """An image's rows, and which of them every block touches, in device memory."""
+    """Rows of some sections, and which of them every block touches, in device memory."""
 
     first: torch.Tensor
     count: torch.Tensor
@@ -426,63 +486,78 @@ class DeviceRows:
     address: torch.Tensor
 
     @classmethod
-    def of(cls, rows: ImageRows, width: int, num_elements: int, device: torch.device) -> DeviceRows:
+    def of(cls, sections: Sequence[tuple[Section, ImageRows]], device: torch.device) -> DeviceRows:
         """Computed once for a plan."""
-        starts = np.arange(0, max(num_elements, 1), BLOCK) * width
-        ends = np.minimum(starts + BLOCK * width, num_elements * width)
-        begin = rows.begin.astype(np.int64)
-        first = np.searchsorted(begin, starts, side="right") - 1
-        last = np.searchsorted(begin, ends - 1, side="right") - 1
-        columns = (first, last - first + 1, begin, rows.address.astype(np.int64))
-        return cls(*(torch.from_numpy(np.ascontiguousarray(column)).to(device) for column in columns))
+        columns: list[tuple[NDArray[np.int64], ...]] = []
+        num_rows = 0
+        for part, rows in sections:
+            starts = np.arange(num_blocks(part), dtype=np.int64) * BLOCK * part.width
+            ends = np.minimum(starts + BLOCK * part.width, part.num_bytes)
+            begin = rows.begin.astype(np.int64)
+            first = np.searchsorted(begin, starts, side="right") - 1
+            last = np.searchsorted(begin, ends - 1, side="right") - 1
+            columns.append((first + num_rows, last - first + 1, begin, rows.address.astype(np.int64)))
+            num_rows += len(begin)
+        return cls(*(torch.from_numpy(np.concatenate(column)).to(device) for column in zip(*columns, strict=True)))
 
 
-def open_patches(data: torch.Tensor, sections: torch.Tensor) -> torch.Tensor:
-    """Queue finding the patches of all sections: a row of six numbers for each, and where the last one ends.
+def open_patches(
+    images: torch.Tensor, places: torch.Tensor, sections: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Queue finding the patches of all sections of images: a row of six numbers for each, and where each image's end.
 
-    A row is where the patch begins, or −1 if there is none of this section, and the words of its header. `sections`
-    has a row for each as well: the first two words of its header, and where records begin.
+    A row is where the patch begins, or −1 if there is none of this section, and the words of its header. `images` has
+    the first section of each image, and how many there are; `places` the address of its patches, and their bytes;
+    `sections` a row of `section_words` for each.
     """
-    found = torch.zeros(6 * len(sections) + 1, dtype=torch.int64, device=sections.device)
-    _open_kernel[(1,)](data, len(data), sections, found, NUM_SECTIONS=len(sections), HEADER=HEADER_BYTES, num_warps=1)
-    return found
+    found = torch.zeros(6 * len(sections), dtype=torch.int64, device=sections.device)
+    ends = torch.zeros(len(images), dtype=torch.int64, device=sections.device)
+    _open_kernel[(len(images),)](images, places, sections, found, ends, HEADER=HEADER_BYTES, num_warps=1)
+    return found, ends
 
 
 def section_words(width: int, num_elements: int) -> list[int]:
-    """A section's row for `open_patches`."""
+    """A section's row for `open_patches`: the first words of its header, and where records begin."""
     words = delta.header_bytes(width, num_elements, 0, 0, 0).view(np.int64).tolist()
     return [words[0], words[1], delta.first_record(num_elements)]
 
 
-def check(data: torch.Tensor, opened: torch.Tensor, flags: torch.Tensor, *, width: int, num_elements: int) -> None:
-    """Queue checking one of the patches.
+def check(blocks: Blocks, places: torch.Tensor, opened: torch.Tensor, flags: torch.Tensor) -> None:
+    """Queue checking patches.
 
-    Sets `flags[0]` if applying it could read outside the patch, `flags[1]` if it has a block that is not dense. Places
-    are kept inside blocks in any case.
+    Sets the first flag of a section if applying its patch could read outside it, the second if it has a block that is
+    not dense. Places are kept inside blocks in any case.
     """
-    num_blocks = -(-num_elements // BLOCK)
-    if num_blocks:
-        _check_kernel[(num_blocks,)](
-            data, opened, num_elements, flags, WIDTH=width, GROUPS=GROUPS, HEADER=HEADER_BYTES, num_warps=1
+    if blocks.grid[0]:
+        _check_kernel[blocks.grid](
+            blocks.sections,
+            blocks.section_of,
+            places,
+            opened,
+            flags,
+            WIDTH=blocks.width,
+            GROUPS=GROUPS,
+            HEADER=HEADER_BYTES,
+            num_warps=1,
         )
 
 
-def apply(data: torch.Tensor, opened: torch.Tensor, *, width: int, num_elements: int, rows: DeviceRows) -> None:
-    """Queue applying one of the patches, which has been checked, to rows of device memory."""
-    num_blocks = -(-num_elements // BLOCK)
-    if num_blocks:
-        _apply_kernel[(num_blocks,)](
-            data,
+def apply(blocks: Blocks, places: torch.Tensor, opened: torch.Tensor, rows: DeviceRows) -> None:
+    """Queue applying patches, which have been checked, to rows of device memory."""
+    if blocks.grid[0]:
+        _apply_kernel[blocks.grid](
+            blocks.sections,
+            blocks.section_of,
+            places,
             opened,
-            num_elements,
             rows.first,
             rows.count,
             rows.begin,
             rows.address,
-            WIDTH=width,
+            WIDTH=blocks.width,
             GROUPS=GROUPS,
             SLOTS=8,
-            ELEMENT={1: tl.uint8, 2: tl.int16, 4: tl.int32}[width],
+            ELEMENT=_ELEMENTS[blocks.width],
             HEADER=HEADER_BYTES,
             num_warps=APPLY_WARPS,
         )

@@ -1,46 +1,84 @@
-"""Making, checking and applying patches of an image where it lies: in CPU or GPU memory."""
+"""Making, checking and applying patches of images where they lie: in CPU or GPU memory.
+
+On a GPU one launch works on many images, and the host waits once for all of them.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from weft.codec.delta import ImageRows
 from weft.codec.image import ImageLayout
 from weft.devices import CPU
+from weft.errors import CodecError
+
+
+class Difference(NamedTuple):
+    """Two images, and where their patches go."""
+
+    layout: ImageLayout
+    now: int
+    old: int | None
+    """None: an anchor, which needs no base."""
+    out: int
+    capacity: int
+
+
+class PatchedImage(NamedTuple):
+    """The patches of an image, and what they change."""
+
+    layout: ImageLayout
+    patches: int
+    num_bytes: int
+    rows: Sequence[ImageRows]
+    """Where the bytes of each section are."""
 
 
 class Patcher(Protocol):
     """Patches on one device. Addresses are in its memory."""
 
-    def encode(
-        self, layout: ImageLayout, now: int, old: int | None, out: int, capacity: int, *, base: int, version: int
-    ) -> int:
-        """The patches from an old image, or an anchor, to a new one; returns their bytes."""
+    @property
+    def batch_bytes(self) -> int:
+        """How many bytes of images to work on at a time, at least; 0: one image after the other."""
 
-    def check(self, layout: ImageLayout, patches: int, num_bytes: int, *, base: int | None, version: int) -> None:
-        """Raise CodecError unless these are valid patches of version `base`."""
+    def encode(self, images: Sequence[Difference], *, base: int, version: int) -> list[int]:
+        """Make the patches of images; returns the bytes of each one's."""
 
-    def apply(self, layout: ImageLayout, patches: int, num_bytes: int, rows: Sequence[ImageRows]) -> None:
-        """Apply checked patches to the rows of each section."""
+    def check(self, images: Sequence[PatchedImage], *, base: int | None, version: int) -> list[CodecError | None]:
+        """What is wrong with the patches of each image; None where they are valid patches of version `base`."""
+
+    def apply(self, images: Sequence[PatchedImage]) -> None:
+        """Apply checked patches."""
 
 
 class CpuPatcher:
     """Patches of CPU memory."""
 
-    def encode(
-        self, layout: ImageLayout, now: int, old: int | None, out: int, capacity: int, *, base: int, version: int
-    ) -> int:
-        """See ImageLayout."""
-        return layout.encode(now, old, out, capacity, base=base, version=version)
+    batch_bytes = 0
 
-    def check(self, layout: ImageLayout, patches: int, num_bytes: int, *, base: int | None, version: int) -> None:
+    def encode(self, images: Sequence[Difference], *, base: int, version: int) -> list[int]:
         """See ImageLayout."""
-        layout.check(patches, num_bytes, base=base, version=version)
+        return [
+            layout.encode(now, old, out, capacity, base=base, version=version)
+            for layout, now, old, out, capacity in images
+        ]
 
-    def apply(self, layout: ImageLayout, patches: int, num_bytes: int, rows: Sequence[ImageRows]) -> None:
+    def check(self, images: Sequence[PatchedImage], *, base: int | None, version: int) -> list[CodecError | None]:
         """See ImageLayout."""
-        layout.apply(patches, num_bytes, rows)
+        found: list[CodecError | None] = []
+        for image in images:
+            try:
+                image.layout.check(image.patches, image.num_bytes, base=base, version=version)
+                found.append(None)
+            except CodecError as error:
+                found.append(error)
+        return found
+
+    def apply(self, images: Sequence[PatchedImage]) -> None:
+        """See ImageLayout."""
+        for image in images:
+            image.layout.apply(image.patches, image.num_bytes, image.rows)
 
 
 def patcher_for(device: str) -> Patcher:

@@ -1,64 +1,98 @@
 """Patches of images in GPU memory: the same bytes as weft.codec.image produces.
 
-A chunk's image has a section for each size of elements, at most three. Every call queues a launch for each of them and
-waits for the device once, at its end.
+An image has a section for each size of elements, at most three. Every call queues a few launches for the sections of
+all images and waits for the device once, at its end. Tables that depend on images' layouts only are kept.
 """
 
 from __future__ import annotations
 
-import weakref
+from collections import defaultdict
 from collections.abc import Sequence
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from weft.codec import delta, patch_kernels
-from weft.codec.delta import HEADER_BYTES, NO_BASE, ImageRows
+from weft.codec.delta import HEADER_BYTES, NO_BASE
 from weft.codec.image import ImageLayout, Section, padded
-from weft.codec.patch_kernels import DeviceRows
+from weft.codec.patch_kernels import Blocks, DeviceRows
+from weft.codec.patching import Difference, PatchedImage
 from weft.errors import CodecError
 from weft.gpu import GpuWork
+
+ALIGN = 16
+"""Images that begin at multiples of this are read faster."""
+Layouts = tuple[ImageLayout, ...]
+
+
+class _Tables:
+    """What depends on the layouts of some images only, in device memory."""
+
+    def __init__(self, layouts: Layouts, work: GpuWork) -> None:
+        self.count = sum(len(layout.sections) for layout in layouts)
+        self.parts: list[list[tuple[int, int, Section]]] = []
+        """Sections that one launch works on, with the number of each, and of its image: those of one size and turn."""
+        self.image_of: list[int] = []
+        alike: dict[tuple[int, int], list[tuple[int, int, Section]]] = defaultdict(list)
+        firsts, words = [], []
+        for image, layout in enumerate(layouts):
+            firsts.append((len(self.image_of), len(layout.sections)))
+            for turn, part in enumerate(layout.sections):
+                alike[turn, part.width].append((len(self.image_of), image, part))
+                self.image_of.append(image)
+                words.append(patch_kernels.section_words(part.width, part.num_elements))
+        self.parts = [alike[key] for key in sorted(alike)]
+        self.blocks = [Blocks.of(parts, work.device) for parts in self.parts]
+        self.images = work.upload(np.array(firsts, dtype=np.int64).reshape(-1, 2))
+        self.words = work.upload(np.array(words, dtype=np.int64).reshape(-1, 3))
 
 
 class GpuPatcher:
     """Patches on one GPU, on a stream of their own."""
 
+    batch_bytes = 1 << 30
+
     def __init__(self, work: GpuWork) -> None:
         self._work = work
-        self._rows: dict[int, DeviceRows] = {}
-        self._sections: dict[ImageLayout, torch.Tensor] = {}
+        self._tables: dict[Layouts, _Tables] = {}
+        self._rows: tuple[Sequence[PatchedImage], list[DeviceRows]] = ((), [])
+        """Images that were patched last, and where their sections are."""
         self._dense: dict[Section, torch.Tensor] = {}
         """Tables of anchors."""
 
-    def encode(
-        self, layout: ImageLayout, now: int, old: int | None, out: int, capacity: int, *, base: int, version: int
-    ) -> int:
-        """Patches of all sections, one after the other."""
-        most = sum(padded(delta.max_bytes(part.num_elements, part.width)) for part in layout.sections)
-        if most > capacity:
-            raise CodecError(f"patches of {most} bytes may not fit into {capacity}")
-        room = self._work.view(out, capacity)
+    def encode(self, images: Sequence[Difference], *, base: int, version: int) -> list[int]:
+        """Patches of all sections of each image, one after the other."""
+        for layout, _, _, _, capacity in images:
+            most = sum(padded(delta.max_bytes(part.num_elements, part.width)) for part in layout.sections)
+            if most > capacity:
+                raise CodecError(f"patches of {most} bytes may not fit into {capacity}")
+        if any(image.old is None for image in images):
+            return [self._anchor(image, version) for image in images]
+        tables = self._tables_of([image.layout for image in images])
         with self._work.queue():
-            if old is None:
-                return self._anchors(layout, now, room, version)
-            state = torch.zeros(2, dtype=torch.int64, device=self._work.device)
-            for part in layout.sections:
-                new, before = (self._work.view(image + part.begin, part.num_bytes) for image in (now, old))
-                patch_kernels.encode(new, before, width=part.width, base=base, version=version, out=room, state=state)
-            return int(state[0].item())  # waits for the stream
+            state = torch.zeros(len(images), 2, dtype=torch.int64, device=self._work.device)
+            for blocks, parts in zip(tables.blocks, tables.parts, strict=True):
+                rows = _sections_of(images, parts)
+                is_aligned = not (rows[:, 2:4] % ALIGN).any()
+                patch_kernels.encode(
+                    blocks, self._work.upload(rows), state, base=base, version=version, is_aligned=is_aligned
+                )
+            sizes: list[int] = state[:, 0].tolist()  # waits for the stream
+        return sizes
 
-    def _anchors(self, layout: ImageLayout, now: int, room: torch.Tensor, version: int) -> int:
+    def _anchor(self, image: Difference, version: int) -> int:
         """All blocks dense: headers, tables, and the bytes verbatim."""
-        done = 0
+        done, room = 0, self._work.view(image.out, image.capacity)
         with self._work.stream():
-            for part in layout.sections:
+            for part in image.layout.sections:
                 begin = delta.first_record(part.num_elements)
                 size = begin + -(-part.num_bytes // 4) * 4
                 out = room[done : done + size]
                 header = delta.header_bytes(part.width, part.num_elements, size, NO_BASE, version)
                 out[:HEADER_BYTES] = self._work.upload(header)
                 out[HEADER_BYTES:begin] = self._dense_table(part)
-                out[begin : begin + part.num_bytes] = self._work.view(now + part.begin, part.num_bytes)
+                out[begin : begin + part.num_bytes] = self._work.view(image.now + part.begin, part.num_bytes)
                 out[begin + part.num_bytes :] = 0
                 done += padded(size)
         return done
@@ -68,74 +102,119 @@ class GpuPatcher:
             self._dense[part] = self._work.upload(delta.dense_table(part.num_elements, part.width))
         return self._dense[part]
 
-    def check(self, layout: ImageLayout, patches: int, num_bytes: int, *, base: int | None, version: int) -> None:
-        """Raise CodecError unless these are valid patches of all sections."""
-        data = self._work.view(patches, num_bytes)
-        count = len(layout.sections)
+    def check(self, images: Sequence[PatchedImage], *, base: int | None, version: int) -> list[CodecError | None]:
+        """What is wrong with the patches of each image."""
+        tables = self._tables_of([image.layout for image in images])
         with self._work.queue():
-            opened = patch_kernels.open_patches(data, self._section_table(layout))
-            flags = torch.zeros(2 * count, dtype=torch.int64, device=self._work.device)
-            for number, part in enumerate(layout.sections):
-                patch_kernels.check(
-                    data,
-                    opened[6 * number :],
-                    flags[2 * number :],
-                    width=part.width,
-                    num_elements=part.num_elements,
-                )
-            found = torch.cat([opened, flags]).cpu().numpy()  # waits for the stream
-        _check_places(layout, found[: 6 * count + 1], num_bytes)
-        for header, (is_bad, is_sparse) in zip(
-            _headers(found, count), found[6 * count + 1 :].reshape(-1, 2), strict=True
-        ):
+            places = self._places(images)
+            opened, ends = patch_kernels.open_patches(tables.images, places, tables.words)
+            flags = torch.zeros(2 * tables.count, dtype=torch.int64, device=self._work.device)
+            for blocks in tables.blocks:
+                patch_kernels.check(blocks, places, opened, flags)
+            found = torch.cat([opened, flags, ends]).cpu().numpy()  # waits for the stream
+        headers = found[: 6 * tables.count].reshape(-1, 6)
+        marks = found[6 * tables.count : 8 * tables.count].reshape(-1, 2)
+        ends_at = found[8 * tables.count :]
+        if _is_valid(images, headers, ends_at, marks, base, version):
+            return [None] * len(images)
+        image_of = np.array(tables.image_of, dtype=np.int64)
+        return [
+            _problem(image, headers[image_of == number], int(end), marks[image_of == number], base, version)
+            for number, (image, end) in enumerate(zip(images, ends_at.tolist(), strict=True))
+        ]
+
+    def apply(self, images: Sequence[PatchedImage]) -> None:
+        """Apply checked patches to rows of device memory."""
+        tables = self._tables_of([image.layout for image in images])
+        all_rows = self._device_rows(images, tables)
+        with self._work.queue():
+            places = self._places(images)
+            opened, ends = patch_kernels.open_patches(tables.images, places, tables.words)
+            for blocks, rows in zip(tables.blocks, all_rows, strict=True):
+                patch_kernels.apply(blocks, places, opened, rows)
+            found = torch.cat([opened, ends]).cpu().numpy()  # waits for the stream
+        begins, image_of = found[: -len(images) : 6], np.array(tables.image_of, dtype=np.int64)
+        for number, (image, end) in enumerate(zip(images, found[-len(images) :].tolist(), strict=True)):
+            _check_places(image, begins[image_of == number], end)
+
+    def _places(self, images: Sequence[PatchedImage]) -> torch.Tensor:
+        """Where the patches of each image are, and their bytes."""
+        return self._work.upload(np.array([image[1:3] for image in images], dtype=np.int64).reshape(-1, 2))
+
+    def _tables_of(self, layouts: Sequence[ImageLayout]) -> _Tables:
+        key = tuple(layouts)
+        if key not in self._tables:
+            self._tables[key] = _Tables(key, self._work)
+        return self._tables[key]
+
+    def _device_rows(self, images: Sequence[PatchedImage], tables: _Tables) -> list[DeviceRows]:
+        """Rows of all sections, for each launch; the same as the last time, in all versions of a plan."""
+        known, rows = self._rows
+        if len(known) != len(images) or any(a.rows is not b.rows for a, b in zip(known, images, strict=True)):
+            numbers = [
+                [(part, images[image].rows[images[image].layout.sections.index(part)]) for _, image, part in parts]
+                for parts in tables.parts
+            ]
+            rows = [DeviceRows.of(sections, self._work.device) for sections in numbers]
+            self._rows = tuple(images), rows
+        return rows
+
+
+def _sections_of(images: Sequence[Difference], parts: Sequence[tuple[int, int, Section]]) -> NDArray[np.int64]:
+    """Rows of `patch_kernels.encode` for some sections of images."""
+    counts = np.array([patch_kernels.num_blocks(part) for _, _, part in parts], dtype=np.int64)
+    rows = [
+        (first, part.num_elements, images[n].now + part.begin, (images[n].old or 0) + part.begin, images[n].out, n)
+        for first, (_, n, part) in zip((np.cumsum(counts) - counts).tolist(), parts, strict=True)
+    ]
+    return np.array(rows, dtype=np.int64).reshape(-1, 6)
+
+
+def _is_valid(
+    images: Sequence[PatchedImage],
+    opened: NDArray[np.int64],
+    ends: NDArray[np.int64],
+    marks: NDArray[np.int64],
+    base: int | None,
+    version: int,
+) -> bool:
+    """Whether all patches are; if not, `_problem` says which, and why."""
+    needs_none = opened[:, 4] == np.array([NO_BASE], dtype=np.uint64).view(np.int64)
+    fits = needs_none | (opened[:, 4] == (-1 if base is None else base))
+    is_valid = (opened[:, 0] >= 0) & (opened[:, 5] == version) & fits & (marks[:, 0] == 0)
+    is_valid &= ~(needs_none & (marks[:, 1] != 0))
+    return bool(is_valid.all()) and ends.tolist() == [image.num_bytes for image in images]
+
+
+def _problem(
+    image: PatchedImage,
+    opened: NDArray[np.int64],
+    end: int,
+    marks: NDArray[np.int64],
+    base: int | None,
+    version: int,
+) -> CodecError | None:
+    """What is wrong with the patches of an image."""
+    try:
+        _check_places(image, opened[:, 0], end)
+        for words, (is_bad, is_sparse) in zip(opened, marks.tolist(), strict=True):
+            header = delta.read_header(int(np.ascontiguousarray(words[1:]).ctypes.data), HEADER_BYTES)
             header.check_versions(base=base, version=version)
             if is_bad:
                 raise CodecError("patch is damaged: a record lies outside it, or its counts do not add up")
             if header.base == NO_BASE and is_sparse:
                 raise CodecError("patch is damaged: it needs a base but names none")
-
-    def apply(self, layout: ImageLayout, patches: int, num_bytes: int, rows: Sequence[ImageRows]) -> None:
-        """Apply checked patches to rows of device memory."""
-        data = self._work.view(patches, num_bytes)
-        with self._work.queue():
-            opened = patch_kernels.open_patches(data, self._section_table(layout))
-            for number, (part, where) in enumerate(zip(layout.sections, rows, strict=True)):
-                patch_kernels.apply(
-                    data,
-                    opened[6 * number :],
-                    width=part.width,
-                    num_elements=part.num_elements,
-                    rows=self._device_rows(part, where),
-                )
-            _check_places(layout, opened.cpu().numpy(), num_bytes)  # waits for the stream
-
-    def _section_table(self, layout: ImageLayout) -> torch.Tensor:
-        if layout not in self._sections:
-            words = [patch_kernels.section_words(part.width, part.num_elements) for part in layout.sections]
-            self._sections[layout] = self._work.upload(np.array(words, dtype=np.int64).reshape(-1, 3))
-        return self._sections[layout]
-
-    def _device_rows(self, part: Section, rows: ImageRows) -> DeviceRows:
-        """Tables of a section, kept as long as its rows are."""
-        key = id(rows.address)
-        if key not in self._rows:
-            self._rows[key] = DeviceRows.of(rows, part.width, part.num_elements, self._work.device)
-            weakref.finalize(rows.address, self._rows.pop, key, None)
-        return self._rows[key]
+    except CodecError as error:
+        return error
+    return None
 
 
-def _headers(found: np.ndarray, count: int) -> list[delta.PatchHeader]:
-    """Headers of patches whose positions were checked."""
-    words = [np.ascontiguousarray(row[1:]) for row in found[: 6 * count].reshape(-1, 6)]
-    return [delta.read_header(int(row.ctypes.data), HEADER_BYTES) for row in words]
-
-
-def _check_places(layout: ImageLayout, opened: np.ndarray, num_bytes: int) -> None:
+def _check_places(image: PatchedImage, begins: NDArray[np.int64], end: int) -> None:
     """Raise CodecError unless there is a patch of every section, and nothing after them."""
-    for part, begin in zip(layout.sections, opened[:-1:6].tolist(), strict=True):
+    for part, begin in zip(image.layout.sections, begins.tolist(), strict=True):
         if begin < 0:
             raise CodecError(
-                f"no valid patch of {part.num_elements} elements of {part.width} bytes in {num_bytes} bytes"
+                f"no valid patch of {part.num_elements} elements of {part.width} bytes in {image.num_bytes} bytes"
             )
-    if int(opened[-1]) != num_bytes:
-        raise CodecError(f"patches have {num_bytes} bytes, of which only {int(opened[-1])} are used")
+    if end != image.num_bytes:
+        raise CodecError(f"patches have {image.num_bytes} bytes, of which only {end} are used")

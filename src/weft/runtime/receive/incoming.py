@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from weft.codec.memory import Bytes, memory_view
-from weft.codec.patching import Patcher
+from weft.codec.patching import PatchedImage, Patcher
 from weft.core.geometry.planes import Planes
 from weft.errors import CodecError
 from weft.runtime.control.messages import WriteReport
@@ -79,13 +79,18 @@ class Patches:
 
     def check(self, *, base: int | None) -> None:
         """Raise CodecError, naming the trainer, unless all are valid and based on what is held here."""
-        for trainer, chunk, address, num_bytes, _ in self._all:
-            try:
-                self._patcher.check(chunk.layout, address, num_bytes, base=base, version=self.version)
-            except CodecError as error:
+        problems = self._patcher.check(self._images, base=base, version=self.version)
+        for (trainer, *_), error in zip(self._all, problems, strict=True):
+            if error is not None:
                 raise CodecError(f"patch from trainer {trainer} rejected: {error}", hint=error.hint) from error
 
     def apply(self) -> None:
         """Apply the changes to the weights."""
-        for _, chunk, address, num_bytes, _ in self._all:
-            self._patcher.apply(chunk.layout, address, num_bytes, chunk.rows)
+        self._patcher.apply(self._images)
+
+    @property
+    def _images(self) -> list[PatchedImage]:
+        return [
+            PatchedImage(layout=chunk.layout, patches=address, num_bytes=num_bytes, rows=chunk.rows)
+            for _, chunk, address, num_bytes, _ in self._all
+        ]

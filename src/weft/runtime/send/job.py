@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from weft.codec.memory import Floats
 from weft.errors import WeftError
@@ -16,6 +17,16 @@ from weft.transport.mapped import DirectBatch
 
 Parcel = Batch | DirectBatch
 """Something that is written to one engine rank."""
+
+
+class StagedPatch(NamedTuple):
+    """The patch of a chunk."""
+
+    at: int
+    """Where it goes in the memory for patches."""
+    src: int
+    """Where it is here."""
+    num_bytes: int
 
 
 @dataclass(slots=True)

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from weft.codec.conversion import ChunkFill, Converter, Spans, Wait
 from weft.codec.image import PATCH_ALIGN
 from weft.codec.memory import memory_view
-from weft.codec.patching import Patcher
+from weft.codec.patching import Difference, Patcher
 from weft.config import CompressionPolicy, DeltaPolicy, StagingPolicy, TransferSettings
 from weft.core.geometry.alignment import aligned
 from weft.runtime.compile.link_stream import LinkStream
@@ -107,19 +107,28 @@ class Outgoing:
         self._patch_bytes += aligned(num_bytes, PATCH_ALIGN)
         return at
 
-    def encode(self, chunk: int, out: int) -> int:
-        """The patch of a Chunk; returns its bytes."""
-        layout, now = self.layouts[chunk], self.address(chunk, self.now)
-        old = self.address(chunk, 1 - self.now)
+    @property
+    def batch_bytes(self) -> int:
+        """How many bytes of Chunks to make patches of at a time, at least."""
+        return self._patcher.batch_bytes
+
+    def encode(self, chunks: Sequence[int], outs: Sequence[int]) -> list[int]:
+        """The patches of some Chunks; returns the bytes of each."""
         assert self._filled is not None
-        num_bytes = self._patcher.encode(
-            layout, now, old, out, layout.max_patch_bytes, base=self._base or 0, version=self._filled
-        )
+        images = [
+            Difference(
+                layout=self.layouts[chunk],
+                now=self.address(chunk, self.now),
+                old=self.address(chunk, 1 - self.now),
+                out=out,
+                capacity=self.layouts[chunk].max_patch_bytes,
+            )
+            for chunk, out in zip(chunks, outs, strict=True)
+        ]
+        sizes = self._patcher.encode(images, base=self._base or 0, version=self._filled)
         if self._settings.compression is CompressionPolicy.NONE:
-            return num_bytes
-        packed = layout.compress(out, num_bytes)
-        memory_view(out, len(packed))[:] = packed
-        return len(packed)
+            return sizes
+        return [_compressed(image, size) for image, size in zip(images, sizes, strict=True)]
 
     def committed(self, version: int) -> None:
         """The engines hold what was filled last."""
@@ -128,3 +137,10 @@ class Outgoing:
                 self._since_anchor = 0
             self._held, self._filled = version, None
             self.now = (1 - self.now) if len(self.images) > 1 else 0
+
+
+def _compressed(image: Difference, num_bytes: int) -> int:
+    """Compress the patches of an image where they are; returns their bytes."""
+    packed = image.layout.compress(image.out, num_bytes)
+    memory_view(image.out, len(packed))[:] = packed
+    return len(packed)

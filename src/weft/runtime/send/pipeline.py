@@ -159,7 +159,7 @@ class Room:
                 f"chunk of {largest} bytes does not fit into {capacity} bytes of staging memory",
                 hint="raise staging_bytes",
             )
-        self.sizes = sizes
+        self.sizes, self.capacity = sizes, capacity
         self.at: list[int] = []
         self._after: list[int] = []
         inside: deque[tuple[int, int, int]] = deque()
@@ -182,6 +182,10 @@ class Room:
         self._num_left = 0
         self.occupied_bytes = 0
         self.peak_bytes = 0
+
+    def can_join(self, number: int, first: int) -> bool:
+        """Whether a chunk may enter before an earlier one, `first`, has left."""
+        return self._after[number] < first
 
     def is_free(self, number: int) -> bool:
         """Whether a chunk may enter."""

@@ -23,7 +23,7 @@ from weft.runtime.compile.link_stream import LinkStream
 from weft.runtime.control.columns import expand
 from weft.runtime.control.messages import EngineTarget, SendPlan
 from weft.runtime.memory import own_memory
-from weft.runtime.send.job import Chunk, Link, Parcel
+from weft.runtime.send.job import Chunk, Link, Parcel, StagedPatch
 from weft.runtime.send.magnitudes import CutBlocks
 from weft.runtime.send.mirror import Mirror
 from weft.runtime.send.outgoing import Outgoing
@@ -255,12 +255,14 @@ class SendProgram:
         assert self.memory is not None
         return self.memory.address + self.room.at[number]
 
-    def patch_batch(self, link: Link, at: int, src: int, num_bytes: int) -> Batch:
-        """What a patch writes to its place in the memory for patches."""
-        position = np.array([at], dtype=np.uint64)
-        where, to, length = (np.array([n], dtype=np.uint64) for n in (src, link.patches + at, num_bytes))
+    def patch_batch(self, link: Link, patches: Sequence[StagedPatch]) -> Batch:
+        """What patches write to their places in the memory for patches."""
+        columns = np.array(patches, dtype=np.uint64).reshape(-1, 3)
+        position, src, length = (np.ascontiguousarray(column) for column in columns.T)
         wanted = position if self.settings.digest is DigestPolicy.ON else None
-        return self.transports[link.transport].prepare(link.peer, where, to, length, wanted)
+        return self.transports[link.transport].prepare(
+            link.peer, src, position + np.uint64(link.patches), length, wanted
+        )
 
     def patch_room(self, engines: Collection[int]) -> int:
         """Room for patches that all of these engine ranks have."""

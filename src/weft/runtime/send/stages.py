@@ -25,7 +25,7 @@ import numpy as np
 from weft.codec.conversion import Wait
 from weft.codec.memory import Floats
 from weft.config import DeltaPolicy
-from weft.runtime.send.job import Chunk, Job, Link, Parcel, Sent
+from weft.runtime.send.job import Chunk, Job, Link, Parcel, Sent, StagedPatch
 from weft.runtime.send.pipeline import Flow, Stage, run
 from weft.runtime.send.posting import post_all, wait_all
 from weft.runtime.send.program import SendProgram
@@ -123,8 +123,10 @@ class VersionStages:
         self._num_filled, self._filled_at = 0, 0.0
         """How many are filled, and when the last one was."""
         self._posted: dict[int, tuple[list[tuple[int, Ticket]], float]] = {}
-        self._patches: dict[int, tuple[int, int]] = {}
-        """Items that are sent as patches: where each goes, and its bytes."""
+        self._batches = self._divided() if self._is_delta else [[item] for item in range(len(chunks))]
+        """Items that are encoded, posted and waited for together."""
+        self._patches: dict[int, StagedPatch] = {}
+        """Items that are sent as patches."""
         self._last_end = 0.0
         self._releases = False
         self._reading: set[str] = set()
@@ -134,7 +136,7 @@ class VersionStages:
 
     def all(self, *, releases: bool) -> list[Stage]:
         """All stages in order. `releases`: whether the weights may change once all chunks are converted."""
-        flow, count = self._job.flow, len(self._numbers)
+        flow, count, num_batches = self._job.flow, len(self._numbers), len(self._batches)
         self._releases = releases or self._program.mirror is not None
         stages: list[Stage] = []
         if self._program.mirror is not None and not self._has_all():
@@ -148,18 +150,36 @@ class VersionStages:
             self._reading = {"convert", *(stage.name for stage in stages)}
         stages.append(Stage("convert", count, self._convert, self._can_convert, is_recorded=False))
         if self._is_delta:
-            stages.append(Stage("delta", count, self._encode, self._can_encode))
-        stages.append(Stage("post", count, self._post, self._can_post, is_recorded=False))
-        stages.append(Stage("write", count, self._finish, flow.after("post"), is_recorded=False))
+            stages.append(Stage("delta", num_batches, self._encode, self._can_encode))
+        stages.append(Stage("post", num_batches, self._post, self._can_post, is_recorded=False))
+        stages.append(Stage("write", num_batches, self._finish, flow.after("post"), is_recorded=False))
         return stages
 
     def writing(self) -> list[Stage]:
         """The stages of chunks that are kept."""
-        count = len(self._numbers)
+        count = len(self._batches)
         return [
             Stage("post", count, self._post, is_recorded=False),
             Stage("write", count, self._finish, self._job.flow.after("post"), is_recorded=False),
         ]
+
+    def _divided(self) -> list[list[int]]:
+        """Chunks whose patches are made together: of one stream, and so few that the next ones find room meanwhile."""
+        program, batches = self._program, []
+        room = program.room
+        first, num_bytes, num_staged = -1, 0, 0
+        for item, number in enumerate(self._numbers):
+            outgoing = program.chunks[number].outgoing
+            num_staged += room.sizes[number]
+            fits = room.can_join(number, first) and 3 * num_staged <= room.capacity
+            is_same = bool(batches) and outgoing is program.chunks[first].outgoing
+            if is_same and fits and num_bytes < outgoing.batch_bytes:
+                batches[-1].append(item)
+            else:
+                batches.append([item])
+                first, num_bytes, num_staged = number, 0, room.sizes[number]
+            num_bytes += outgoing.layouts[program.chunks[number].number].num_bytes
+        return batches
 
     def _chunk(self, item: int) -> Chunk:
         return self._program.chunks[self._numbers[item]]
@@ -249,39 +269,45 @@ class VersionStages:
             with contextlib.suppress(Exception):  # the first error is the one that counts
                 self._has_filled(item)
 
-    def _can_encode(self, item: int) -> bool:
-        return self._job.flow.after("convert")(item) and self._program.room.is_free(self._numbers[item])
+    def _can_encode(self, batch: int) -> bool:
+        last = self._batches[batch][-1]
+        return self._job.flow.after("convert")(last) and self._program.room.is_free(self._numbers[last])
 
-    def _encode(self, item: int) -> int:
-        number, chunk = self._numbers[item], self._chunk(item)
-        self._has_filled(item)
-        self._program.room.enter(number)
-        if not chunk.outgoing.is_patched:
+    def _encode(self, batch: int) -> int:
+        items = self._batches[batch]
+        for item in items:
+            self._has_filled(item)
+            self._program.room.enter(self._numbers[item])
+        outgoing = self._chunk(items[0]).outgoing
+        if not outgoing.is_patched:
             return 0
-        num_bytes = chunk.outgoing.encode(chunk.number, self._program.staged(number))
-        at = chunk.outgoing.reserve(num_bytes)
-        if at is not None:
-            self._patches[item] = at, num_bytes
-        return num_bytes
+        staged = [self._program.staged(self._numbers[item]) for item in items]
+        sizes = outgoing.encode([self._chunk(item).number for item in items], staged)
+        for item, src, num_bytes in zip(items, staged, sizes, strict=True):
+            at = outgoing.reserve(num_bytes)
+            if at is not None:
+                self._patches[item] = StagedPatch(at, src, num_bytes)
+        return sum(sizes)
 
-    def _can_post(self, item: int) -> bool:
-        before = "delta" if self._is_delta else "convert"
-        return self._is_there(self._program.beside_pieces[self._numbers[item]]) and self._job.flow.after(before)(item)
+    def _can_post(self, batch: int) -> bool:
+        before, last = "delta" if self._is_delta else "convert", self._batches[batch][-1]
+        return self._is_there(self._program.beside_pieces[self._numbers[last]]) and self._job.flow.after(before)(batch)
 
     def _has_all(self) -> bool:
         return self._is_there(len(self._program.pieces))
 
-    def _post(self, item: int) -> int:
-        """Start writing a chunk to every engine rank that takes it."""
-        self._has_filled(item)
-        chunk = self._chunk(item)
-        links = [link for link in chunk.links if self._is_sent(link, item)]
-        batches = [(link, self._batch(link, item)) for link in links]
+    def _post(self, batch: int) -> int:
+        """Start writing chunks to every engine rank that takes them."""
+        items = self._batches[batch]
+        chunk, numbers = self._chunk(items[0]), [self._chunk(item).number for item in items]
+        self._has_filled(items[0])
+        links = [link for link in chunk.links if any(self._is_sent(link, each) for each in items)]
+        batches = [(link, self._batch(link, items)) for link in links]
         at_once = [(link, batch) for link, batch in batches if not self._waits(link)]
-        beside = [(link, link.direct[chunk.number]) for link, _ in at_once if chunk.number < len(link.direct)]
+        beside = [(link, link.direct[n]) for link, _ in at_once for n in numbers if n < len(link.direct)]
         posted = post_all(self._program, self._job, at_once, self._sent)
         posted += post_all(self._program, self._job, beside, self._sent)
-        self._posted[item] = posted, time.monotonic()
+        self._posted[batch] = posted, time.monotonic()
         for link, batch in batches:
             if self._waits(link):
                 self._windows.post(link, chunk.number, batch)
@@ -298,25 +324,27 @@ class VersionStages:
         """Whether chunks wait for room in a window; patches have room of their own."""
         return link.has_window and not self._is_delta
 
-    def _batch(self, link: Link, item: int) -> Parcel:
-        chunk = self._chunk(item)
+    def _batch(self, link: Link, items: Sequence[int]) -> Parcel:
+        chunk = self._chunk(items[0])
         if not self._is_delta:
             return link.chunks[chunk.outgoing.now][chunk.number]
-        at, num_bytes = self._patches[item]
-        self._sent[link.engine].sizes[chunk.number] = num_bytes
-        return self._program.patch_batch(link, at, self._program.staged(self._numbers[item]), num_bytes)
+        patches = {self._chunk(item).number: self._patches[item] for item in items if item in self._patches}
+        self._sent[link.engine].sizes.update({number: patch.num_bytes for number, patch in patches.items()})
+        return self._program.patch_batch(link, list(patches.values()))
 
-    def _finish(self, item: int) -> int:
-        """Wait until a chunk was written everywhere; its memory is free then."""
-        number, chunk = self._numbers[item], self._chunk(item)
-        posted, began = self._posted.pop(item)
+    def _finish(self, batch: int) -> int:
+        """Wait until chunks were written everywhere; their memory is free then."""
+        item = self._batches[batch][-1]
+        chunk = self._chunk(item)
+        posted, began = self._posted.pop(batch)
         num_bytes = wait_all(self._job, posted, self._sent)
         num_bytes += self._windows.wait([link for link in chunk.links if self._waits(link)], chunk.number)
         end = time.monotonic()
         self._job.flow.span("write", max(began, self._last_end), end, num_bytes)
         self._last_end = end
         if self._is_delta or not chunk.outgoing.is_kept:
-            self._program.room.leave(number)
+            for each in self._batches[batch]:
+                self._program.room.leave(self._numbers[each])
         if item + 1 < len(self._numbers):
             self._program.room.skip_to(self._numbers[item + 1])
         return num_bytes
