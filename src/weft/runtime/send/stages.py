@@ -302,15 +302,15 @@ class VersionStages:
         chunk, numbers = self._chunk(items[0]), [self._chunk(item).number for item in items]
         self._has_filled(items[0])
         links = [link for link in chunk.links if any(self._is_sent(link, each) for each in items)]
-        batches = [(link, self._batch(link, items)) for link in links]
-        at_once = [(link, batch) for link, batch in batches if not self._waits(link)]
+        parcels = [(link, self._parcel(link, items)) for link in links]
+        at_once = [(link, parcel) for link, parcel in parcels if not self._waits(link)]
         beside = [(link, link.direct[n]) for link, _ in at_once for n in numbers if n < len(link.direct)]
         posted = post_all(self._program, self._job, at_once, self._sent)
         posted += post_all(self._program, self._job, beside, self._sent)
         self._posted[batch] = posted, time.monotonic()
-        for link, batch in batches:
+        for link, parcel in parcels:
             if self._waits(link):
-                self._windows.post(link, chunk.number, batch)
+                self._windows.post(link, chunk.number, parcel)
         return 0
 
     def _is_sent(self, link: Link, item: int) -> bool:
@@ -324,7 +324,7 @@ class VersionStages:
         """Whether chunks wait for room in a window; patches have room of their own."""
         return link.has_window and not self._is_delta
 
-    def _batch(self, link: Link, items: Sequence[int]) -> Parcel:
+    def _parcel(self, link: Link, items: Sequence[int]) -> Parcel:
         chunk = self._chunk(items[0])
         if not self._is_delta:
             return link.chunks[chunk.outgoing.now][chunk.number]
