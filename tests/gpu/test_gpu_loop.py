@@ -11,6 +11,7 @@ if not torch.cuda.is_available():
 
 from weft.rl.run.launch import run_here  # noqa: E402
 from weft.rl.settings import LoopSettings  # noqa: E402
+from weft.transport.registry import is_installed  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 
@@ -20,7 +21,10 @@ pytestmark = pytest.mark.gpu
     [
         {"trainer": "ddp", "num_engines": 2},
         {"trainer": "fsdp2", "engine_dtype": "fp8"},
-        {"trainer": "ddp", "delta": True, "mode": "patch", "transport": "nixl"},
+        pytest.param(
+            {"trainer": "ddp", "delta": True, "mode": "patch", "transport": "nixl"},
+            marks=pytest.mark.skipif(not is_installed("nixl"), reason="NIXL is not installed"),
+        ),
     ],
     ids=lambda options: " ".join(str(value) for value in options.values()),
 )
