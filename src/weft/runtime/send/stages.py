@@ -165,8 +165,8 @@ class VersionStages:
 
     def _divided(self) -> list[list[int]]:
         """Chunks whose patches are made together: of one stream, and so few that the next ones find room meanwhile."""
-        program, batches = self._program, []
-        room = program.room
+        program, room = self._program, self._program.room
+        batches: list[list[int]] = []
         first, num_bytes, num_staged = -1, 0, 0
         for item, number in enumerate(self._numbers):
             outgoing = program.chunks[number].outgoing
