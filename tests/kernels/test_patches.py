@@ -12,7 +12,7 @@ pytest.importorskip("triton")
 
 from weft.codec import delta  # noqa: E402
 from weft.codec.image import ImageLayout, Section  # noqa: E402
-from weft.codec.patching import Difference, PatchedImage  # noqa: E402
+from weft.codec.patching import ImagePair, PatchedImage  # noqa: E402
 from weft.codec.patching_gpu import GpuPatcher  # noqa: E402
 
 SIZES = [1, 16385]
@@ -47,7 +47,7 @@ def on(work, data: np.ndarray) -> torch.Tensor:
 def patches_of(work, layout: ImageLayout, old: np.ndarray | None, new: np.ndarray) -> np.ndarray:
     out = torch.zeros(layout.max_patch_bytes, dtype=torch.uint8, device=work.device)
     now, before = on(work, new), None if old is None else on(work, old)
-    images = Difference(
+    images = ImagePair(
         layout=layout,
         now=now.data_ptr(),
         old=None if before is None else before.data_ptr(),
@@ -184,7 +184,7 @@ def test_many_images_at_once(work):
     outs = [torch.zeros(layout.max_patch_bytes, dtype=torch.uint8, device=work.device) for layout in layouts]
     patcher = GpuPatcher(work)
     wanted = [
-        Difference(layout=layout, now=new.data_ptr(), old=old.data_ptr(), out=out.data_ptr(), capacity=len(out))
+        ImagePair(layout=layout, now=new.data_ptr(), old=old.data_ptr(), out=out.data_ptr(), capacity=len(out))
         for layout, new, old, out in zip(layouts, news, olds, outs, strict=True)
     ]
     sizes = patcher.encode(wanted, base=1, version=2)

@@ -15,7 +15,7 @@ from weft.bench.codec import Bench, CodecReport, Say, layer_shapes
 from weft.codec import fp8_kernels
 from weft.codec.image import ImageLayout, Section
 from weft.codec.matrix_tiles import MatrixBox, MatrixTiles
-from weft.codec.patching import Difference, PatchedImage
+from weft.codec.patching import ImagePair, PatchedImage
 from weft.codec.patching_gpu import GpuPatcher
 from weft.gpu import GpuWork
 
@@ -97,7 +97,7 @@ class _ImagePatches:
     def encode(self) -> None:
         """Make them."""
         images = self._new.data_ptr(), self._old.data_ptr()
-        whole = Difference(self._layout, *images, self.address, len(self._out))
+        whole = ImagePair(self._layout, *images, self.address, len(self._out))
         self.num_bytes = self._patcher.encode([whole], base=1, version=2)[0]
 
     def check(self) -> None:

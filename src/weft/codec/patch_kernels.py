@@ -193,7 +193,9 @@ def _write_changes(  # type: ignore[no-untyped-def]
 
 
 @triton.jit(do_not_specialize=["width_and_magic", "base", "version"])
-def _finish_kernel(sections, state, width_and_magic, base, version, BLOCK: tl.constexpr, HEADER: tl.constexpr):  # type: ignore[no-untyped-def]
+def _finish_kernel(  # type: ignore[no-untyped-def]
+    sections, state, width_and_magic, base, version, BLOCK: tl.constexpr, HEADER: tl.constexpr
+):
     """The header of a patch whose records are written; the next one begins after it, at a multiple of eight bytes."""
     section = sections + tl.program_id(0) * 6
     state += 2 * tl.load(section + 5)

@@ -14,7 +14,7 @@ from weft.devices import CPU
 from weft.errors import CodecError
 
 
-class Difference(NamedTuple):
+class ImagePair(NamedTuple):
     """Two images, and where their patches go."""
 
     layout: ImageLayout
@@ -42,7 +42,7 @@ class Patcher(Protocol):
     def batch_bytes(self) -> int:
         """How many bytes of images to work on at a time, at least; 0: one image after the other."""
 
-    def encode(self, images: Sequence[Difference], *, base: int, version: int) -> list[int]:
+    def encode(self, images: Sequence[ImagePair], *, base: int, version: int) -> list[int]:
         """Make the patches of images; returns the bytes of each one's."""
 
     def check(self, images: Sequence[PatchedImage], *, base: int | None, version: int) -> list[CodecError | None]:
@@ -57,7 +57,7 @@ class CpuPatcher:
 
     batch_bytes = 0
 
-    def encode(self, images: Sequence[Difference], *, base: int, version: int) -> list[int]:
+    def encode(self, images: Sequence[ImagePair], *, base: int, version: int) -> list[int]:
         """See ImageLayout."""
         return [
             layout.encode(now, old, out, capacity, base=base, version=version)

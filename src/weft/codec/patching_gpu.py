@@ -17,7 +17,7 @@ from weft.codec import delta, patch_kernels
 from weft.codec.delta import HEADER_BYTES, NO_BASE
 from weft.codec.image import ImageLayout, Section, padded
 from weft.codec.patch_kernels import Blocks, DeviceRows
-from weft.codec.patching import Difference, PatchedImage
+from weft.codec.patching import ImagePair, PatchedImage
 from weft.errors import CodecError
 from weft.gpu import GpuWork
 
@@ -61,7 +61,7 @@ class GpuPatcher:
         self._dense: dict[Section, torch.Tensor] = {}
         """Tables of anchors."""
 
-    def encode(self, images: Sequence[Difference], *, base: int, version: int) -> list[int]:
+    def encode(self, images: Sequence[ImagePair], *, base: int, version: int) -> list[int]:
         """Patches of all sections of each image, one after the other."""
         for layout, _, _, _, capacity in images:
             most = sum(padded(delta.max_bytes(part.num_elements, part.width)) for part in layout.sections)
@@ -81,7 +81,7 @@ class GpuPatcher:
             sizes: list[int] = state[:, 0].tolist()  # waits for the stream
         return sizes
 
-    def _anchor(self, image: Difference, version: int) -> int:
+    def _anchor(self, image: ImagePair, version: int) -> int:
         """All blocks dense: headers, tables, and the bytes verbatim."""
         done, room = 0, self._work.view(image.out, image.capacity)
         with self._work.stream():
@@ -160,7 +160,7 @@ class GpuPatcher:
         return rows
 
 
-def _sections_of(images: Sequence[Difference], parts: Sequence[tuple[int, int, Section]]) -> NDArray[np.int64]:
+def _sections_of(images: Sequence[ImagePair], parts: Sequence[tuple[int, int, Section]]) -> NDArray[np.int64]:
     """Rows of `patch_kernels.encode` for some sections of images."""
     counts = np.array([patch_kernels.num_blocks(part) for _, _, part in parts], dtype=np.int64)
     rows = [

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from weft.codec.conversion import ChunkFill, Converter, Spans, Wait
 from weft.codec.image import PATCH_ALIGN
 from weft.codec.memory import memory_view
-from weft.codec.patching import Difference, Patcher
+from weft.codec.patching import ImagePair, Patcher
 from weft.config import CompressionPolicy, DeltaPolicy, StagingPolicy, TransferSettings
 from weft.core.geometry.alignment import aligned
 from weft.runtime.compile.link_stream import LinkStream
@@ -101,7 +101,7 @@ class Outgoing:
     def reserve(self, num_bytes: int) -> int | None:
         """Where a patch goes in the memory for patches; None, and no more are made, if it does not fit."""
         at = self._patch_bytes
-        if at + num_bytes > self._patch_room:
+        if self._base is None or at + num_bytes > self._patch_room:
             self._base = None
             return None
         self._patch_bytes += aligned(num_bytes, PATCH_ALIGN)
@@ -116,7 +116,7 @@ class Outgoing:
         """The patches of some Chunks; returns the bytes of each."""
         assert self._filled is not None
         images = [
-            Difference(
+            ImagePair(
                 layout=self.layouts[chunk],
                 now=self.address(chunk, self.now),
                 old=self.address(chunk, 1 - self.now),
@@ -139,7 +139,7 @@ class Outgoing:
             self.now = (1 - self.now) if len(self.images) > 1 else 0
 
 
-def _compressed(image: Difference, num_bytes: int) -> int:
+def _compressed(image: ImagePair, num_bytes: int) -> int:
     """Compress the patches of an image where they are; returns their bytes."""
     packed = image.layout.compress(image.out, num_bytes)
     memory_view(image.out, len(packed))[:] = packed
