@@ -14,6 +14,7 @@ import ml_dtypes
 import numpy as np
 
 from tests.support.processes import quick_context
+from weft.codec.patching import CpuPatcher
 from weft.config import TransferSettings
 from weft.core.geometry.scaling import QUANT_BLOCK, Scaling
 from weft.core.version import CommitPolicy
@@ -64,9 +65,16 @@ def _arrays(rank: int, num_ranks: int, dim: int, shapes: dict[str, tuple[int, ..
 
 
 def _trainer(
-    pipe: Any, address: str, rank: int, num_ranks: int, shapes: dict[str, tuple[int, ...]], density: float
+    pipe: Any,
+    address: str,
+    rank: int,
+    num_ranks: int,
+    shapes: dict[str, tuple[int, ...]],
+    density: float,
+    batch_bytes: int,
 ) -> None:
-    """Publishes the versions it is asked for; answers what became of each."""
+    """Publishes the versions it is asked for; answers what became of each. `batch_bytes`: of patches, as on a GPU."""
+    CpuPatcher.batch_bytes = batch_bytes
     boxes, arrays, weights = _arrays(rank, num_ranks, 0, shapes)
     with Sender(address, rank=rank, weights=weights, timeout_s=20.0) as sender:
         pipe.send("there")
@@ -202,9 +210,10 @@ class Fleet:
         precision: str = "fp32",
         quorum: int = 0,
         ranks_per_engine: int = 1,
+        batch_bytes: int = 0,
         **settings: Any,
     ) -> None:
-        self.shapes, self.density, self.precision = shapes, density, precision
+        self.shapes, self.density, self.precision, self._batch_bytes = shapes, density, precision, batch_bytes
         defaults = {"silence_s": 5.0, "version_s": 20.0, "nixl_devices": "lo"}
         self._options = {
             "num_trainers": num_trainers,
@@ -222,7 +231,8 @@ class Fleet:
             assert member.answer() == "there"
 
     def new_trainer(self, rank: int) -> Process:
-        return Process(_trainer, self.address, rank, self._options["num_trainers"], self.shapes, self.density)
+        num_ranks = self._options["num_trainers"]
+        return Process(_trainer, self.address, rank, num_ranks, self.shapes, self.density, self._batch_bytes)
 
     def new_engine(self, rank: int) -> Process:
         return Process(_engine, self.address, rank, self._options["num_engine_ranks"], self.shapes, self.precision)

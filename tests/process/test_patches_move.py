@@ -7,6 +7,7 @@ import pytest
 from tests.process.runtime_members import LARGE, Fleet
 
 COMMITTED = ["committed", "committed"]
+BATCHES = {"batch_bytes": 1 << 18, "chunk_bytes": 1 << 16, "staging_bytes": 1 << 20}
 
 
 @pytest.fixture
@@ -16,6 +17,12 @@ def fleet(request):
     made.close()
 
 
+BATCHED = [
+    {"mode": "patch", "shapes": LARGE, **BATCHES},
+    {"mode": "shadow", "shapes": LARGE, "transport": "cma", "ranks_per_engine": 2, **BATCHES},
+    {"mode": "patch", "shapes": LARGE, "compression": "zstd", **BATCHES},
+]
+"""Many Chunks to a link, and the patches of several made and sent together, as on a GPU."""
 EVERY_MODE = [{"mode": mode} for mode in ("patch", "shadow", "in_place")]
 
 
@@ -26,9 +33,10 @@ EVERY_MODE = [{"mode": mode} for mode in ("patch", "shadow", "in_place")]
         {"mode": "patch", "transport": "cma", "num_trainers": 2, "digest": "off"},
         {"mode": "patch", "transport": "nixl", "num_engines": 1},
         {"mode": "patch", "compression": "zstd"},
+        *BATCHED,
     ],
     indirect=True,
-    ids=lambda value: " ".join(str(v) for v in value.values()),
+    ids=lambda value: " ".join(str(v) for k, v in value.items() if k != "shapes"),
 )
 def test_patches_give_every_version_bit_for_bit(fleet):
     for version in range(1, 8):
@@ -104,6 +112,7 @@ LARGE_PATCHES = [{"mode": mode, "shapes": LARGE, "density": 0.2} for mode in ("p
         {"mode": "patch", "shapes": LARGE, "density": 0.2, "transport": "cma", "window_bytes": 1 << 20},
         {"mode": "patch", "shapes": LARGE, "density": 0.2, "transport": "nixl", "digest": "off"},
         {"mode": "patch", "shapes": LARGE, "density": 0.2, "ranks_per_engine": 2},
+        {"mode": "patch", "shapes": LARGE, "density": 0.2, **BATCHES},
     ],
     indirect=True,
     ids=lambda value: " ".join(str(v) for k, v in value.items() if k != "shapes"),

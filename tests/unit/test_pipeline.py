@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from weft.errors import ConfigError, ProtocolError, TransferTimeout, VersionError, WeftError
 from weft.events import busy_seconds
 from weft.runtime.send.pipeline import Flow, Room, Stage, run, run_in_turn
+from weft.runtime.send.stages import divided
 
 RUNNERS = [run, run_in_turn]
 
@@ -134,3 +136,20 @@ def test_what_is_missing_at_the_deadline_may_be_found_out_with_locks_of_others()
     flow.obstacle = obstacle
     with pytest.raises(TransferTimeout, match="nothing came"):
         flow.wait(lambda: False, "something")
+
+
+@pytest.mark.parametrize(
+    ("sizes", "capacity", "batch_bytes", "expected"),
+    [
+        ([10] * 6, 1000, 0, [[0], [1], [2], [3], [4], [5]]),  # on a CPU, one after the other
+        ([10] * 6, 1000, 20, [[0, 1], [2], [3, 4], [5]]),  # two streams of three
+        ([10] * 6, 1000, 100, [[0, 1, 2], [3, 4, 5]]),
+        ([10] * 6, 40, 100, [[0], [1], [2], [3], [4], [5]]),  # the ring has no room for two and the next ones
+        ([10] * 6, 60, 100, [[0, 1], [2], [3, 4], [5]]),
+    ],
+)
+def test_patches_are_made_in_batches_that_leave_room(sizes, capacity, batch_bytes, expected):
+    streams = [SimpleNamespace(batch_bytes=batch_bytes, layouts=[SimpleNamespace(num_bytes=10)] * 3) for _ in range(2)]
+    chunks = [SimpleNamespace(outgoing=streams[number // 3], number=number % 3) for number in range(len(sizes))]
+    program = SimpleNamespace(room=Room(sizes, capacity), chunks=chunks)
+    assert divided(program, range(len(sizes))) == expected

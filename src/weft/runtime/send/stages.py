@@ -123,7 +123,7 @@ class VersionStages:
         self._num_filled, self._filled_at = 0, 0.0
         """How many are filled, and when the last one was."""
         self._posted: dict[int, tuple[list[tuple[int, Ticket]], float]] = {}
-        self._batches = self._divided() if self._is_delta else [[item] for item in range(len(chunks))]
+        self._batches = divided(program, chunks) if self._is_delta else [[item] for item in range(len(chunks))]
         """Items that are encoded, posted and waited for together."""
         self._patches: dict[int, StagedPatch] = {}
         """Items that are sent as patches."""
@@ -162,24 +162,6 @@ class VersionStages:
             Stage("post", count, self._post, is_recorded=False),
             Stage("write", count, self._finish, self._job.flow.after("post"), is_recorded=False),
         ]
-
-    def _divided(self) -> list[list[int]]:
-        """Chunks whose patches are made together: of one stream, and so few that the next ones find room meanwhile."""
-        program, room = self._program, self._program.room
-        batches: list[list[int]] = []
-        first, num_bytes, num_staged = -1, 0, 0
-        for item, number in enumerate(self._numbers):
-            outgoing = program.chunks[number].outgoing
-            num_staged += room.sizes[number]
-            fits = room.can_join(number, first) and 3 * num_staged <= room.capacity
-            is_same = bool(batches) and outgoing is program.chunks[first].outgoing
-            if is_same and fits and num_bytes < outgoing.batch_bytes:
-                batches[-1].append(item)
-            else:
-                batches.append([item])
-                first, num_bytes, num_staged = number, 0, room.sizes[number]
-            num_bytes += outgoing.layouts[program.chunks[number].number].num_bytes
-        return batches
 
     def _chunk(self, item: int) -> Chunk:
         return self._program.chunks[self._numbers[item]]
@@ -348,3 +330,22 @@ class VersionStages:
         if item + 1 < len(self._numbers):
             self._program.room.skip_to(self._numbers[item + 1])
         return num_bytes
+
+
+def divided(program: SendProgram, numbers: Sequence[int]) -> list[list[int]]:
+    """Chunks whose patches are made together: of one stream, and so few that the next ones find room meanwhile."""
+    room = program.room
+    batches: list[list[int]] = []
+    first, num_bytes, num_staged = -1, 0, 0
+    for item, number in enumerate(numbers):
+        outgoing = program.chunks[number].outgoing
+        num_staged += room.sizes[number]
+        fits = room.can_join(number, first) and 3 * num_staged <= room.capacity
+        is_same = bool(batches) and outgoing is program.chunks[first].outgoing
+        if is_same and fits and num_bytes < outgoing.batch_bytes:
+            batches[-1].append(item)
+        else:
+            batches.append([item])
+            first, num_bytes, num_staged = number, 0, room.sizes[number]
+        num_bytes += outgoing.layouts[program.chunks[number].number].num_bytes
+    return batches
