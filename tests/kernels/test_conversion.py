@@ -18,7 +18,7 @@ from weft.codec.conversion import DTYPES, ChunkFill, Conversion, CpuConverter  #
 from weft.codec.conversion_gpu import GpuConverter  # noqa: E402
 from weft.codec.fp8 import Box, Grid  # noqa: E402
 from weft.codec.grids import HeldGrid, HeldGrids  # noqa: E402
-from weft.core.geometry.planes import Planes  # noqa: E402
+from weft.core.geometry.planes import Planes, rows_as_planes  # noqa: E402
 from weft.core.geometry.scaling import Scaling  # noqa: E402
 from weft.core.recipe import Op  # noqa: E402
 from weft.errors import CodecError  # noqa: E402
@@ -76,7 +76,7 @@ def chunk(*boxes: Conversion, align: int = 16) -> tuple[ChunkFill, int]:
 def image_on(work, converter, described: tuple[ChunkFill, int], shift: int = 0) -> np.ndarray:
     fill, num_bytes = described
     image = torch.zeros(num_bytes + shift, dtype=torch.uint8, device=work.device if work else "cpu")
-    wait = converter.fill(fill, image.data_ptr() + shift)
+    wait = converter.fill([fill], [image.data_ptr() + shift])
     if wait is not None:
         wait()
     return image[shift:].cpu().numpy()
@@ -211,6 +211,27 @@ def test_the_interpreter_runs_the_arithmetic_of_gpus_without_fp8(work):
     assert fp8_kernels.has_fp8_cast(work.device) == (work.device.type == "cuda")
 
 
+def test_chunks_that_are_filled_together_are_the_same_as_one_by_one(work):
+    x = matrix(256, 200, torch.bfloat16).to(work.device)
+    converter = GpuConverter(work, held(x, Scaling.BLOCK, [(0, 256)]))
+    converter.agree(0, converter.find_amax(0))
+    row = x.element_size() * x.shape[1]
+    fills = []
+    for first in (0, 128):
+        boxes, num_bytes = chunk(conversion(x, Op.QUANTIZE, (first, first + 128), (0, 200)))
+        copied = rows_as_planes(
+            dst=np.array([num_bytes], dtype=np.uint64),
+            src=np.array([x.data_ptr() + first * row + 2], dtype=np.uint64),
+            length=np.array([7 * row + 2], dtype=np.uint64),
+        )
+        fills.append((ChunkFill(planes=copied, boxes=boxes.boxes), num_bytes + 7 * row + 2))
+    apart = [image_on(work, converter, described) for described in fills]
+    images = [torch.zeros(num_bytes, dtype=torch.uint8, device=work.device) for _, num_bytes in fills]
+    converter.fill([fill for fill, _ in fills], [image.data_ptr() for image in images])()
+    assert all(np.array_equal(image.cpu().numpy(), alone) for image, alone in zip(images, apart, strict=True))
+    assert not np.array_equal(*apart)
+
+
 @pytest.mark.filterwarnings("ignore:invalid value encountered")  # the interpreter's
 def test_chunks_begun_behind_one_that_is_not_finite_are_not_blamed(work):
     x, y = matrix(130, 200, torch.bfloat16), matrix(128, 128, torch.bfloat16)
@@ -222,7 +243,7 @@ def test_chunks_begun_behind_one_that_is_not_finite_are_not_blamed(work):
     images = [torch.zeros(1 << 16, dtype=torch.uint8, device=work.device) for _ in grids]
     boxes = [conversion(each, Op.QUANTIZE, (0, len(each)), (0, each.shape[1])) for each in (x, y)]
     fills = [chunk(box._replace(grid=grid))[0] for grid, box in enumerate(boxes)]
-    waits = [converter.fill(fill, image.data_ptr()) for fill, image in zip(fills, images, strict=True)]
+    waits = [converter.fill([fill], [image.data_ptr()]) for fill, image in zip(fills, images, strict=True)]
     with pytest.raises(CodecError, match=r"`model\.q` has 1 elements that are not finite"):
         waits[0]()
     waits[1]()

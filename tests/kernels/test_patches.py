@@ -54,7 +54,7 @@ def patches_of(work, layout: ImageLayout, old: np.ndarray | None, new: np.ndarra
         out=out.data_ptr(),
         capacity=len(out),
     )
-    size = GpuPatcher(work).encode([images], base=1, version=2)[0]
+    (size,) = GpuPatcher(work).encode([images], base=1, version=2)()
     return out[:size].cpu().numpy()
 
 
@@ -187,7 +187,7 @@ def test_many_images_at_once(work):
         ImagePair(layout=layout, now=new.data_ptr(), old=old.data_ptr(), out=out.data_ptr(), capacity=len(out))
         for layout, new, old, out in zip(layouts, news, olds, outs, strict=True)
     ]
-    sizes = patcher.encode(wanted, base=1, version=2)
+    sizes = patcher.encode(wanted, base=1, version=2)()
     alone = [cpu_patches(layout, *pair) for layout, pair in zip(layouts, pairs, strict=True)]
     assert sizes == [len(patches) for patches in alone]
     made = [out[:size] for out, size in zip(outs, sizes, strict=True)]

@@ -98,7 +98,7 @@ class _ImagePatches:
         """Make them."""
         images = self._new.data_ptr(), self._old.data_ptr()
         whole = ImagePair(self._layout, *images, self.address, len(self._out))
-        self.num_bytes = self._patcher.encode([whole], base=1, version=2)[0]
+        (self.num_bytes,) = self._patcher.encode([whole], base=1, version=2)()
 
     def check(self) -> None:
         """Check them."""

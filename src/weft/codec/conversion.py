@@ -6,7 +6,7 @@ the engine wants them, in the order in which they are sent.
 
     found = converter.find_amax(0)                           # a group of grids; the maximum over all holders is taken
     converter.agree(0, agreed)
-    wait = converter.fill(chunk, image)                      # None where it is filled already
+    wait = converter.fill([chunk], [image])                  # None where they are filled already
 """
 
 from __future__ import annotations
@@ -136,8 +136,8 @@ class Converter(Protocol):
     def agree(self, group: int, amax: Floats) -> None:
         """The magnitudes of a group's cut blocks are known: make the scales."""
 
-    def fill(self, chunk: ChunkFill, image: int) -> Wait | None:
-        """Fill a chunk of an image at an address, or start to: the returned function waits until it is filled."""
+    def fill(self, chunks: Sequence[ChunkFill], images: Sequence[int]) -> Wait | None:
+        """Fill chunks, each with the address of its image, or start to: the returned function waits until they are."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -196,8 +196,12 @@ class CpuConverter:
         self._scale[mine] = fp8.scales(self._amax[mine])
         self._factor[mine] = fp8.factors(self._scale[mine])
 
-    def fill(self, chunk: ChunkFill, image: int) -> None:
+    def fill(self, chunks: Sequence[ChunkFill], images: Sequence[int]) -> None:
         """Copy rows and convert boxes."""
+        for chunk, image in zip(chunks, images, strict=True):
+            self._fill(chunk, image)
+
+    def _fill(self, chunk: ChunkFill, image: int) -> None:
         program = self._programs.get(id(chunk))
         if program is None:
             program = self._programs[id(chunk)] = self._compiled(chunk)

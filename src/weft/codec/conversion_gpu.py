@@ -22,7 +22,7 @@ from weft.codec.fp8 import Box, Grid
 from weft.codec.grids import BlockSpread, HeldGrids
 from weft.codec.matrix_tiles import SIDE, MatrixBox, MatrixTiles
 from weft.codec.memory import Floats
-from weft.core.geometry.planes import Planes
+from weft.core.geometry.planes import Planes, joined
 from weft.core.layout import DTYPE_BYTES
 from weft.core.recipe import Op
 from weft.errors import CodecError
@@ -74,8 +74,6 @@ class _ChunkProgram:
     quantized: Tables
     casts: tuple[tuple[str, str, torch.Tensor], ...]
     scales: torch.Tensor
-    copies: dict[int, Planes]
-    """What is copied unchanged, by the address of the image."""
     num_wild: torch.Tensor
     """How many numbers are not finite, in host memory."""
     to_host: Planes
@@ -100,6 +98,8 @@ class GpuConverter:
         """Searches before chunks are filled, on another thread."""
         self._groups: dict[int, _GroupProgram] = {}
         self._programs: dict[int, _ChunkProgram] = {}
+        self._copies: dict[tuple[tuple[int, ...], tuple[int, ...]], Planes] = {}
+        """What chunks that are filled together copy unchanged, by their identities and their images' addresses."""
 
     def looks_before(self, group: int) -> bool:
         """Whether some blocks are cut, or larger than a tile."""
@@ -156,33 +156,50 @@ class GpuConverter:
                 self._work.queue_copy(program.from_host)
                 self._amax.index_copy_(0, self._cut[group], program.found)
 
-    def fill(self, chunk: ChunkFill, image: int) -> Wait:
+    def fill(self, chunks: Sequence[ChunkFill], images: Sequence[int]) -> Wait:
         """Queue copies, conversions and scales. The wait raises CodecError for non-finite numbers."""
         with self._work.queue():
-            program = self._program(chunk)
-            if len(chunk.planes):
-                if image not in program.copies:
-                    program.copies[image] = chunk.planes.moved(dst=image)
-                self._work.queue_copy(program.copies[image])
-            self._find(program.search, self._wild)
-            for width, table in program.quantized:
-                fp8_kernels.quantize(
-                    table, image, self._amax, self._wild, width=width, allow_nonfinite=self._allow_nonfinite
-                )
-            for src_dtype, dst_dtype, table in program.casts:
-                cast_kernels.cast(table, image, src_dtype, dst_dtype)
-            fp8_kernels.write_scales(program.scales, image, self._amax)
-            is_checked = bool(program.grids) and not self._allow_nonfinite
-            if is_checked:
-                self._work.queue_copy(program.to_host)
+            copies = self._copies_of(chunks, images)
+            if len(copies):
+                self._work.queue_copy(copies)
+            programs = [self._program(chunk) for chunk in chunks]
+            for program, image in zip(programs, images, strict=True):
+                self._queue_conversions(program, image)
             done = self._work.marker()
 
         def wait() -> None:
             done.synchronize()
-            if is_checked and int(program.num_wild):
-                self._raise_if_wild(program.grids, self._wild)
+            for program in programs:
+                if self._is_checked(program) and int(program.num_wild):
+                    self._raise_if_wild(program.grids, self._wild)
 
         return wait
+
+    def _copies_of(self, chunks: Sequence[ChunkFill], images: Sequence[int]) -> Planes:
+        """What is copied unchanged, in one launch."""
+        key = tuple(map(id, chunks)), tuple(images)
+        if key not in self._copies:
+            parts = [chunk.planes.moved(dst=image) for chunk, image in zip(chunks, images, strict=True)]
+            self._copies[key] = parts[0] if len(parts) == 1 else joined(parts)
+        return self._copies[key]
+
+    def _queue_conversions(self, program: _ChunkProgram, image: int) -> None:
+        if not program.grids and not program.casts:
+            return
+        self._find(program.search, self._wild)
+        for width, table in program.quantized:
+            fp8_kernels.quantize(
+                table, image, self._amax, self._wild, width=width, allow_nonfinite=self._allow_nonfinite
+            )
+        for src_dtype, dst_dtype, table in program.casts:
+            cast_kernels.cast(table, image, src_dtype, dst_dtype)
+        fp8_kernels.write_scales(program.scales, image, self._amax)
+        if self._is_checked(program):
+            self._work.queue_copy(program.to_host)
+
+    def _is_checked(self, program: _ChunkProgram) -> bool:
+        """Whether non-finite numbers of a chunk are counted."""
+        return bool(program.grids) and not self._allow_nonfinite
 
     def _find(self, search: _Search, wild: torch.Tensor) -> None:
         if len(search.blocks):
@@ -267,7 +284,6 @@ class GpuConverter:
             ),
             casts=tuple(casts),
             scales=self._work.upload(scales),
-            copies={},
             num_wild=num_wild,
             to_host=self._work.between([(num_wild, self._wild[:1])]),
         )

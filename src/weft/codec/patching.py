@@ -5,13 +5,16 @@ On a GPU one launch works on many images, and the host waits once for all of the
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 from weft.codec.delta import ImageRows
 from weft.codec.image import ImageLayout
 from weft.devices import CPU
 from weft.errors import CodecError
+
+Sizes = Callable[[], list[int]]
+"""Waits until patches are made; returns the bytes of each image's."""
 
 
 class ImagePair(NamedTuple):
@@ -42,8 +45,8 @@ class Patcher(Protocol):
     def batch_bytes(self) -> int:
         """How many bytes of images to work on at a time, at least; 0: one image after the other."""
 
-    def encode(self, images: Sequence[ImagePair], *, base: int, version: int) -> list[int]:
-        """Make the patches of images; returns the bytes of each one's."""
+    def encode(self, images: Sequence[ImagePair], *, base: int, version: int) -> Sizes:
+        """Make the patches of images, or start to."""
 
     def check(self, images: Sequence[PatchedImage], *, base: int | None, version: int) -> list[CodecError | None]:
         """What is wrong with the patches of each image; None where they are valid patches of version `base`."""
@@ -57,12 +60,13 @@ class CpuPatcher:
 
     batch_bytes = 0
 
-    def encode(self, images: Sequence[ImagePair], *, base: int, version: int) -> list[int]:
+    def encode(self, images: Sequence[ImagePair], *, base: int, version: int) -> Sizes:
         """See ImageLayout."""
-        return [
+        sizes = [
             layout.encode(now, old, out, capacity, base=base, version=version)
             for layout, now, old, out, capacity in images
         ]
+        return lambda: sizes
 
     def check(self, images: Sequence[PatchedImage], *, base: int | None, version: int) -> list[CodecError | None]:
         """See ImageLayout."""

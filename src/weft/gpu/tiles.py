@@ -12,7 +12,7 @@ runs are cut at the borders of the digest's blocks: a whole block needs its weig
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -41,24 +41,40 @@ class WalkTable:
     """Plane, and which of its tiles (upper half)."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Pieces:
-    """Parts of planes; addresses, strides and lengths in bytes."""
+_SRC, _ENDS, _STRIDES, _ROWS, _LENGTH = 0, slice(0, 3), slice(3, 6), 6, 7
+"""Columns of pieces. Ends: source, destination, position."""
 
-    src: Int64s
-    dst: Int64s
-    position: Int64s
-    src_stride: Int64s
-    dst_stride: Int64s
-    position_stride: Int64s
-    rows: Int64s
-    length: Int64s
+
+@dataclass(frozen=True, slots=True)
+class _Pieces:
+    """Parts of planes: a column for each of three ends, their strides, the rows, and the length of a row, in bytes."""
+
+    columns: Int64s
+
+    @property
+    def src(self) -> Int64s:
+        """Where each piece is read."""
+        return self.columns[_SRC]
+
+    @property
+    def position(self) -> Int64s:
+        """Where each is in the digest's space."""
+        return self.columns[2]
+
+    @property
+    def rows(self) -> Int64s:
+        """Rows of each."""
+        return self.columns[_ROWS]
+
+    @property
+    def length(self) -> Int64s:
+        """Bytes of a row of each."""
+        return self.columns[_LENGTH]
 
     @classmethod
     def of(cls, planes: Planes, *, is_copied: bool, is_digested: bool) -> _Pieces:
         """Unused memories get the source's addresses, so that they add no constraint."""
         src, src_stride, rows = (column.astype(np.int64) for column in (planes.src, planes.src_stride, planes.rows))
-        src_stride = np.where(rows > 1, src_stride, 0)
         dst, dst_stride = src, src_stride
         if is_copied:
             dst, dst_stride = planes.dst.astype(np.int64), planes.dst_stride.astype(np.int64)
@@ -67,44 +83,30 @@ class _Pieces:
             assert planes.position is not None
             assert planes.position_stride is not None
             position, position_stride = planes.position.astype(np.int64), planes.position_stride.astype(np.int64)
-        made = cls(
-            src=src,
-            dst=dst,
-            position=position,
-            src_stride=src_stride,
-            dst_stride=np.where(rows > 1, dst_stride, 0),
-            position_stride=np.where(rows > 1, position_stride, 0),
-            rows=rows,
-            length=planes.length.astype(np.int64),
-        )
-        return made.take(made.rows * made.length > 0)
+        length = planes.length.astype(np.int64)
+        made = cls(np.stack([src, dst, position, src_stride, dst_stride, position_stride, rows, length]))
+        made.columns[_STRIDES] *= rows > 1
+        return made.take(rows * length > 0)
 
     def take(self, which: Int64s | NDArray[np.bool_]) -> _Pieces:
         """A selection of the pieces."""
-        return _Pieces(**{field.name: getattr(self, field.name)[which] for field in fields(self)})
+        return _Pieces(self.columns[:, which])
 
     def part(self, skipped: Int64s, length: Int64s) -> _Pieces:
         """`length` bytes of every row, after those skipped at its beginning; empty pieces are left out."""
-        made = replace(
-            self,
-            src=self.src + skipped,
-            dst=self.dst + skipped,
-            position=self.position + skipped,
-            length=length,
-        )
-        return made.take(length > 0)
+        columns = self.columns.copy()
+        columns[_ENDS] += skipped
+        columns[_LENGTH] = length
+        return _Pieces(columns[:, length > 0])
 
     @property
     def alignment(self) -> Int64s:
         """A number with as many trailing zero bits as all addresses and strides have in common."""
-        return (
-            self.src | self.dst | self.position | self.src_stride | self.dst_stride | self.position_stride | self.length
-        )
+        return np.asarray(np.bitwise_or.reduce(self.columns[:_ROWS]) | self.length)
 
 
 def _joined(parts: list[_Pieces]) -> _Pieces:
-    names = [field.name for field in fields(_Pieces)]
-    return _Pieces(**{name: np.concatenate([getattr(part, name) for part in parts]) for name in names})
+    return _Pieces(np.concatenate([part.columns for part in parts], axis=1))
 
 
 def walk_table(planes: Planes, *, is_copied: bool, is_digested: bool) -> WalkTable:
@@ -126,9 +128,11 @@ def _units(pieces: _Pieces) -> Int64s:
 
 def _cut_ends(pieces: _Pieces) -> _Pieces:
     """Split off heads and tails of rows where that aligns the rest in all memories."""
-    apart = (pieces.src - pieces.dst) | (pieces.src - pieces.position)
-    strides = pieces.src_stride | pieces.dst_stride | pieces.position_stride
     is_odd = (pieces.alignment % VECTOR_BYTES != 0) & (pieces.length >= 4 * VECTOR_BYTES)
+    if not is_odd.any():
+        return pieces
+    apart = np.bitwise_or.reduce(pieces.columns[_ENDS] - pieces.src)
+    strides = np.bitwise_or.reduce(pieces.columns[_STRIDES])
     cut = is_odd & ((apart | strides) % VECTOR_BYTES == 0)
     if not cut.any():
         return pieces
@@ -150,8 +154,8 @@ def _cut_blocks(pieces: _Pieces) -> tuple[_Pieces, _Pieces]:
     count = (runs.length - head) // BLOCK_BYTES
     body = count * BLOCK_BYTES
     blocks = runs.part(head, np.where(count > 0, BLOCK_BYTES, 0))
-    step = np.full(len(blocks.src), BLOCK_BYTES, dtype=np.int64)
-    blocks = replace(blocks, rows=count[count > 0], src_stride=step, dst_stride=step, position_stride=step)
+    blocks.columns[_STRIDES] = BLOCK_BYTES
+    blocks.columns[_ROWS] = count[count > 0]
     ends = [runs.part(np.zeros_like(head), head), runs.part(head + body, runs.length - head - body)]
     return blocks, _joined([pieces.take(~long), *ends])
 
@@ -160,18 +164,10 @@ def _single_rows(pieces: _Pieces) -> _Pieces:
     """Every row as a plane of its own."""
     plane = np.repeat(np.arange(len(pieces.rows)), pieces.rows)
     row = np.arange(len(plane)) - np.repeat(np.cumsum(pieces.rows) - pieces.rows, pieces.rows)
-    of = pieces.take(plane)
-    none = np.zeros_like(row)
-    return replace(
-        of,
-        src=of.src + row * of.src_stride,
-        dst=of.dst + row * of.dst_stride,
-        position=of.position + row * of.position_stride,
-        src_stride=none,
-        dst_stride=none,
-        position_stride=none,
-        rows=none + 1,
-    )
+    columns = pieces.columns[:, plane]
+    columns[_ENDS] += row * columns[_STRIDES]
+    columns[_STRIDES], columns[_ROWS] = 0, 1
+    return _Pieces(columns)
 
 
 def _table(pieces: _Pieces, kind: Int64s) -> WalkTable:
@@ -181,15 +177,4 @@ def _table(pieces: _Pieces, kind: Int64s) -> WalkTable:
     count = -(-pieces.rows // rows_in_tile) * tiles_in_row
     plane = np.repeat(np.arange(len(count)), count)
     number = np.arange(len(plane)) - np.repeat(np.cumsum(count) - count, count)
-    columns = (
-        pieces.src,
-        pieces.dst,
-        pieces.position,
-        pieces.src_stride,
-        pieces.dst_stride,
-        pieces.position_stride,
-        pieces.rows,
-        run,
-        kind,
-    )
-    return WalkTable(planes=np.stack(columns, axis=1), tiles=plane | (number << 32))
+    return WalkTable(planes=np.vstack([pieces.columns[:_LENGTH], run, kind]).T, tiles=plane | (number << 32))

@@ -26,7 +26,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass, field, replace
-from typing import Any, Generic, Protocol, Self, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, Self, TypeVar
 
 import msgspec
 import numpy as np
@@ -172,13 +172,23 @@ class Ticket:
             raise TransportError(f"writing to {self._batch.peer} failed: {error}") from error
 
 
+class _SortedRanges(NamedTuple):
+    """Ranges by address, a column for each property."""
+
+    starts: Column
+    ends: Column
+    furthest: Column
+    """The largest end so far."""
+    shifts: NDArray[np.int64]
+
+
 class Ranges:
     """Registered address ranges, looked up in bulk."""
 
     def __init__(self) -> None:
         self._ranges: dict[tuple[int, int], int] = {}
         self._shift: dict[int, int] = {}
-        self._sorted: tuple[Column, Column] | None = None
+        self._sorted: _SortedRanges | None = None
 
     def add(self, address: int, num_bytes: int, *, shift: int = 0) -> None:
         """Register a range; the same range may be registered more than once.
@@ -215,11 +225,10 @@ class Ranges:
 
     def find(self, address: Column, length: Column, *, whose: str) -> NDArray[np.int64]:
         """For every row, the number of a range (sorted by address) that contains it; raises if there is none."""
-        starts, ends = self.columns()
+        starts, ends, furthest, _ = self._by_address()
         before = np.searchsorted(starts, address, side="right").astype(np.int64) - 1
         inside, at = before >= 0, before
         if len(starts):  # of the ranges that begin before a row, the one that reaches furthest
-            furthest = np.maximum.accumulate(ends)
             at = np.searchsorted(furthest, furthest[np.maximum(before, 0)])
             room = ends[at] - np.minimum(address, ends[at])
             inside &= length <= room
@@ -234,16 +243,23 @@ class Ranges:
 
     def columns(self) -> tuple[Column, Column]:
         """Starts and ends, sorted; of ranges with the same start, the longest counts."""
+        sorted_ranges = self._by_address()
+        return sorted_ranges.starts, sorted_ranges.ends
+
+    def shifts(self) -> NDArray[np.int64]:
+        """Offset at which each range is mapped in this process, in the order of `columns`."""
+        return self._by_address().shifts
+
+    def _by_address(self) -> _SortedRanges:
+        """Made once, for as long as the ranges stay the same."""
         if self._sorted is None:
             ranges = np.array(list(self._ranges), dtype=np.uint64).reshape(-1, 2)
             address, num_bytes = ranges[np.lexsort((ranges[:, 1], ranges[:, 0]))].T
             is_longest = np.append(address[1:] != address[:-1], np.ones(min(len(address), 1), dtype=bool))
-            self._sorted = address[is_longest], (address + num_bytes)[is_longest]
+            starts, ends = address[is_longest], (address + num_bytes)[is_longest]
+            shifts = np.array([self._shift[start] for start in starts.tolist()], dtype=np.int64)
+            self._sorted = _SortedRanges(starts, ends, np.maximum.accumulate(ends), shifts)
         return self._sorted
-
-    def shifts(self) -> NDArray[np.int64]:
-        """Offset at which each range is mapped in this process, in the order of `columns`."""
-        return np.array([self._shift[start] for start in self.columns()[0].tolist()], dtype=np.int64)
 
 
 class Peer(Protocol):
@@ -466,6 +482,8 @@ def cut_rows(batch: Batch, piece_bytes: int) -> Batch:
 
 def split_batch(batch: Batch, chunk_bytes: int) -> list[Batch]:
     """A batch as consecutive chunks of about that size; rows are split where needed."""
+    if 0 < batch.num_bytes <= chunk_bytes and batch.digested is None:
+        return [batch]
     rows = cut_rows(batch, chunk_bytes)
     ends = np.cumsum(rows.length)
     number = (ends - np.uint64(1)) // np.uint64(chunk_bytes)

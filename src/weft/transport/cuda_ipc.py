@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from weft import native
+from weft.config import LARGEST_CHUNK
 from weft.core.geometry.planes import Planes
 from weft.errors import PeerLost, RegistrationError, TransportError
 from weft.transport.base import (
@@ -148,6 +149,8 @@ class CudaIpcTransport(MappedTransport[_Peer]):
     def _digest(self, planes: Planes) -> int:
         return self._work.digest_planes(planes)
 
+    _chunk_bytes = LARGEST_CHUNK
+    """Every chunk needs tables of its own, which take longer than the device to move 16 MiB."""
     _num_ahead = 2
     """Keeps the device busy between Chunks."""
 

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from weft.codec.conversion import ChunkFill, Converter, Spans, Wait
 from weft.codec.image import PATCH_ALIGN
 from weft.codec.memory import memory_view
-from weft.codec.patching import ImagePair, Patcher
+from weft.codec.patching import ImagePair, Patcher, Sizes
 from weft.config import CompressionPolicy, DeltaPolicy, StagingPolicy, TransferSettings
 from weft.core.geometry.alignment import aligned
 from weft.runtime.compile.link_stream import LinkStream
@@ -76,9 +76,10 @@ class Outgoing:
         """Convert Chunks to where `fills` says, in the memory of an engine rank."""
         self._fills, self.is_straight = list(fills), True
 
-    def fill(self, chunk: int, address: int) -> Wait | None:
-        """Make a Chunk from the weights, or start to: the returned function waits until it is done."""
-        return self._converter.fill(self._fills[chunk], 0 if self.is_straight else address)
+    def fill(self, chunks: Sequence[int], addresses: Sequence[int]) -> Wait | None:
+        """Make Chunks from the weights, or start to: the returned function waits until they are done."""
+        places = [0] * len(chunks) if self.is_straight else addresses
+        return self._converter.fill([self._fills[chunk] for chunk in chunks], places)
 
     def begin(self, version: int, engines_hold: Mapping[int, int | None], *, patch_room: int) -> set[int]:
         """Begin a version; returns the engine ranks that get patches: those that hold the version that is kept here.
@@ -112,8 +113,8 @@ class Outgoing:
         """How many bytes of Chunks to make patches of at a time, at least."""
         return self._patcher.batch_bytes
 
-    def encode(self, chunks: Sequence[int], outs: Sequence[int]) -> list[int]:
-        """The patches of some Chunks; returns the bytes of each."""
+    def encode(self, chunks: Sequence[int], outs: Sequence[int]) -> Sizes:
+        """Make the patches of some Chunks, or start to; compressed ones are made when this returns."""
         assert self._filled is not None
         images = [
             ImagePair(
@@ -128,7 +129,8 @@ class Outgoing:
         sizes = self._patcher.encode(images, base=self._base or 0, version=self._filled)
         if self._settings.compression is CompressionPolicy.NONE:
             return sizes
-        return [_compressed(image, size) for image, size in zip(images, sizes, strict=True)]
+        packed = [_compressed(image, size) for image, size in zip(images, sizes(), strict=True)]
+        return lambda: packed
 
     def committed(self, version: int) -> None:
         """The engines hold what was filled last."""

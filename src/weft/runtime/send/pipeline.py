@@ -23,6 +23,30 @@ from weft.errors import ConfigError, ProtocolError, TransferTimeout, WeftError
 from weft.events import Recorder
 
 
+class _Waiter:
+    """A thread that waits until something is reached, once."""
+
+    def __init__(self, reached: Callable[[], bool]) -> None:
+        self._reached = reached
+        self._asleep = threading.Lock()
+        self._asleep.acquire()
+
+    def is_due(self) -> bool:
+        """Whether it can go on: also if asking fails, which its own thread then reports."""
+        try:
+            return self._reached()
+        except Exception:
+            return True
+
+    def wait(self, timeout_s: float) -> None:
+        """Until it is woken, or the time has passed."""
+        self._asleep.acquire(timeout=max(timeout_s, 0.0))
+
+    def wake(self) -> None:
+        """Called once."""
+        self._asleep.release()
+
+
 class Flow:
     """What the stages of one run share: how far each is, and whether something went wrong."""
 
@@ -30,7 +54,8 @@ class Flow:
         """`deadline` is a time of `time.monotonic`."""
         self._deadline = deadline
         self._member = member
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
+        self._waiters: list[_Waiter] = []
         self._done: dict[str, int] = {}
         self._error: WeftError | None = None
         self._began = time.monotonic()
@@ -44,20 +69,27 @@ class Flow:
 
     def passed(self, stage: str, number: int) -> None:
         """An item has passed a stage."""
-        with self._changed:
+        with self._lock:
             self._done[stage] = number + 1
-            self._changed.notify_all()
+            self._wake()
 
     def changed(self) -> None:
         """Something that stages may wait for has changed."""
-        with self._changed:
-            self._changed.notify_all()
+        with self._lock:
+            self._wake()
 
     def stop(self, error: WeftError) -> None:
         """End every wait; the first error counts."""
-        with self._changed:
+        with self._lock:
             self._error = self._error or error
-            self._changed.notify_all()
+            self._wake()
+
+    def _wake(self) -> None:
+        """Wake the threads that can go on, and no other: with many chunks, waking takes longer than working."""
+        due = [waiter for waiter in self._waiters if self._error is not None or waiter.is_due()]
+        for waiter in due:
+            self._waiters.remove(waiter)
+            waiter.wake()
 
     def check(self) -> None:
         """Raise the first error, if there was one."""
@@ -66,10 +98,18 @@ class Flow:
 
     def wait(self, reached: Callable[[], bool], what: str) -> None:
         """Wait; raises the first error, or TransferTimeout at the deadline."""
-        with self._changed:
-            left = self._deadline - time.monotonic()
-            met = self._changed.wait_for(lambda: self._error is not None or reached(), max(left, 0.0))
+        with self._lock:
             self.check()
+            if reached():
+                return
+            waiter = _Waiter(reached)
+            self._waiters.append(waiter)
+        waiter.wait(self._deadline - time.monotonic())
+        with self._lock:
+            self.check()
+            met = reached()
+            if waiter in self._waiters:
+                self._waiters.remove(waiter)
         if not met:
             why = self.obstacle()  # it may take locks of its own
             because = f": {why}" if why else ""
@@ -78,7 +118,7 @@ class Flow:
     def span(self, stage: str, start: float, end: float, num_bytes: int) -> None:
         """Record how long a stage was busy with an item."""
         begin, close = start - self._began, end - self._began
-        with self._changed:
+        with self._lock:
             self.recorder.span(stage, member=self._member, lane=stage, start_s=begin, end_s=close, num_bytes=num_bytes)
 
 
@@ -91,7 +131,7 @@ class Stage:
     work: Callable[[int], int]
     """Returns the bytes it processed."""
     ready: Callable[[int], bool] = field(default=lambda _: True)
-    """Whether an item can be worked on; checked when something has changed."""
+    """Whether an item can be worked on, and from then on; checked when something has changed, on any thread."""
     is_recorded: bool = True
     """Whether its spans are the time its work takes; otherwise it records them itself."""
 

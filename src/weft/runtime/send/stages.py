@@ -6,7 +6,7 @@ through stages that overlap:
     h2d         copies a piece of offloaded weights to the device they are sent from
     amax        finds the largest magnitudes of a group of matrices, for the other holders   (FP8)
     convert     makes a chunk in the engine's layout and precision
-    delta       makes its difference from what the engines hold                              (patches)
+    delta       starts to make its difference from what the engines hold                     (patches)
     post        starts writing it, one-sided, to all engine ranks that take it
     write       waits until it has landed
 """
@@ -24,6 +24,7 @@ import numpy as np
 
 from weft.codec.conversion import Wait
 from weft.codec.memory import Floats
+from weft.codec.patching import Sizes
 from weft.config import DeltaPolicy
 from weft.runtime.send.job import Chunk, Job, Link, Parcel, Sent, StagedPatch
 from weft.runtime.send.pipeline import Flow, Stage, run
@@ -103,11 +104,20 @@ def _begin_version(program: SendProgram, job: Job, numbers: list[int], sent: dic
 
 
 class _Begun(NamedTuple):
-    """A chunk that is being filled."""
+    """Chunks that are being filled."""
 
     at: float
     num_bytes: int
     wait: Wait | None
+
+
+class _Encoded(NamedTuple):
+    """Patches that are being made."""
+
+    at: float
+    staged: list[int]
+    """Where the patch of each chunk is."""
+    sizes: Sizes
 
 
 class VersionStages:
@@ -119,12 +129,16 @@ class VersionStages:
         self._num_scaled = 0
         """Groups whose scales are made: the first of the program's."""
         self._begun: dict[int, _Begun] = {}
-        """Chunks that are being filled."""
+        """Batches that are being filled."""
         self._num_filled, self._filled_at = 0, 0.0
         """How many are filled, and when the last one was."""
         self._posted: dict[int, tuple[list[tuple[int, Ticket]], float]] = {}
         self._batches = divided(program, chunks) if self._is_delta else [[item] for item in range(len(chunks))]
-        """Items that are encoded, posted and waited for together."""
+        """Items that are filled, encoded, posted and waited for together."""
+        self._encoded: dict[int, _Encoded] = {}
+        """Batches whose patches are being made."""
+        self._encoded_at = 0.0
+        """When the last ones were."""
         self._patches: dict[int, StagedPatch] = {}
         """Items that are sent as patches."""
         self._last_end = 0.0
@@ -136,7 +150,7 @@ class VersionStages:
 
     def all(self, *, releases: bool) -> list[Stage]:
         """All stages in order. `releases`: whether the weights may change once all chunks are converted."""
-        flow, count, num_batches = self._job.flow, len(self._numbers), len(self._batches)
+        flow, count = self._job.flow, len(self._batches)
         self._releases = releases or self._program.mirror is not None
         stages: list[Stage] = []
         if self._program.mirror is not None and not self._has_all():
@@ -150,9 +164,9 @@ class VersionStages:
             self._reading = {"convert", *(stage.name for stage in stages)}
         stages.append(Stage("convert", count, self._convert, self._can_convert, is_recorded=False))
         if self._is_delta:
-            stages.append(Stage("delta", num_batches, self._encode, self._can_encode))
-        stages.append(Stage("post", num_batches, self._post, self._can_post, is_recorded=False))
-        stages.append(Stage("write", num_batches, self._finish, flow.after("post"), is_recorded=False))
+            stages.append(Stage("delta", count, self._encode, self._can_encode, is_recorded=False))
+        stages.append(Stage("post", count, self._post, self._can_post, is_recorded=False))
+        stages.append(Stage("write", count, self._finish, flow.after("post"), is_recorded=False))
         return stages
 
     def writing(self) -> list[Stage]:
@@ -201,37 +215,41 @@ class VersionStages:
             return group in self._job.agreed
         return self._job.flow.after("amax")(self._program.groups.index(group))
 
-    def _can_convert(self, item: int) -> bool:
-        agreed = all(self._is_agreed(group) for group in self._groups(item))
-        agreed = agreed and self._is_there(self._program.chunk_pieces[self._numbers[item]])
-        return agreed and (self._chunk(item).outgoing.is_kept or self._program.room.is_free(self._numbers[item]))
+    def _can_convert(self, batch: int) -> bool:
+        items, program = self._batches[batch], self._program
+        if not all(self._is_agreed(group) for group in self._groups(items[-1])):
+            return False
+        if not self._is_there(max(program.chunk_pieces[self._numbers[item]] for item in items)):
+            return False
+        return self._chunk(items[0]).outgoing.is_kept or program.room.is_free(self._numbers[items[-1]])
 
-    def _convert(self, item: int) -> int:
-        number, chunk = self._numbers[item], self._chunk(item)
-        for group in self._groups(item):
+    def _convert(self, batch: int) -> int:
+        items = self._batches[batch]
+        for group in self._groups(items[-1]):
             self._program.converter.agree(group, self._job.agreed.get(group, NONE))
             self._num_scaled += 1
-        if not chunk.outgoing.is_kept:
-            self._program.room.enter(number)
-        begun = self._fill(item)
-        self._begun[item] = begun
-        if begun.wait is None:  # it is done
-            self._has_filled(item)
+        if not self._chunk(items[0]).outgoing.is_kept:
+            for item in items:
+                self._program.room.enter(self._numbers[item])
+        begun = self._begun[batch] = self._fill(items)
+        if begun.wait is None:  # they are done
+            self._has_filled(batch)
         return begun.num_bytes
 
-    def _fill(self, item: int) -> _Begun:
-        """Make a chunk; one that goes straight into an engine rank's memory only if that rank takes part."""
-        number, chunk, now = self._numbers[item], self._chunk(item), time.monotonic()
-        if chunk.outgoing.is_straight:
-            if not self._is_sent(chunk.links[0], item):
+    def _fill(self, items: Sequence[int]) -> _Begun:
+        """Make chunks; those that go straight into an engine rank's memory only if that rank takes part."""
+        now, outgoing = time.monotonic(), self._chunk(items[0]).outgoing
+        if outgoing.is_straight:
+            if not self._is_sent(self._chunk(items[0]).links[0], items[0]):
                 return _Begun(now, 0, None)
             self._job.has_written = True
-        wait = chunk.outgoing.fill(chunk.number, self._program.place(number))
-        return _Begun(now, chunk.outgoing.layouts[chunk.number].num_bytes, wait)
+        numbers = [self._chunk(item).number for item in items]
+        wait = outgoing.fill(numbers, [self._program.place(self._numbers[item]) for item in items])
+        return _Begun(now, sum(outgoing.layouts[number].num_bytes for number in numbers), wait)
 
-    def _has_filled(self, item: int) -> None:
-        """Wait until a chunk is filled, in whichever stage needs it first: the next ones are started meanwhile."""
-        begun = self._begun.pop(item, None)
+    def _has_filled(self, batch: int) -> None:
+        """Wait until chunks are filled, in whichever stage needs them first: the next ones are started meanwhile."""
+        begun = self._begun.pop(batch, None)
         if begun is None:
             return
         if begun.wait is not None:
@@ -240,36 +258,49 @@ class VersionStages:
             end, start = time.monotonic(), max(begun.at, self._filled_at)
             self._filled_at = end
             self._num_filled += 1
-            is_last = self._num_filled == len(self._numbers)
+            is_last = self._num_filled == len(self._batches)
         self._job.flow.span("convert", start, end, begun.num_bytes)
         if is_last:
             self._has_read("convert")
 
     def settle(self) -> None:
-        """Wait for chunks that were started but are not needed after a failure: they still read the weights."""
-        for item in list(self._begun):
+        """Wait for what was started but is not needed after a failure: it still reads the weights, and their images."""
+        for batch in list(self._begun):
             with contextlib.suppress(Exception):  # the first error is the one that counts
-                self._has_filled(item)
+                self._has_filled(batch)
+        for batch in list(self._encoded):
+            with contextlib.suppress(Exception):
+                self._has_encoded(batch)
 
     def _can_encode(self, batch: int) -> bool:
         last = self._batches[batch][-1]
-        return self._job.flow.after("convert")(last) and self._program.room.is_free(self._numbers[last])
+        return self._job.flow.after("convert")(batch) and self._program.room.is_free(self._numbers[last])
 
     def _encode(self, batch: int) -> int:
         items = self._batches[batch]
+        self._has_filled(batch)
         for item in items:
-            self._has_filled(item)
             self._program.room.enter(self._numbers[item])
         outgoing = self._chunk(items[0]).outgoing
-        if not outgoing.is_patched:
-            return 0
-        staged = [self._program.staged(self._numbers[item]) for item in items]
-        sizes = outgoing.encode([self._chunk(item).number for item in items], staged)
-        for item, src, num_bytes in zip(items, staged, sizes, strict=True):
-            at = outgoing.reserve(num_bytes)
+        if outgoing.is_patched:
+            now, staged = time.monotonic(), [self._program.staged(self._numbers[item]) for item in items]
+            sizes = outgoing.encode([self._chunk(item).number for item in items], staged)
+            self._encoded[batch] = _Encoded(now, staged, sizes)
+        return 0
+
+    def _has_encoded(self, batch: int) -> None:
+        """Wait until patches are made, and give each its place; the next ones are started meanwhile."""
+        encoded = self._encoded.pop(batch, None)
+        if encoded is None:
+            return
+        sizes, items = encoded.sizes(), self._batches[batch]
+        end, start = time.monotonic(), max(encoded.at, self._encoded_at)
+        self._encoded_at = end
+        self._job.flow.span("delta", start, end, sum(sizes))
+        for item, src, num_bytes in zip(items, encoded.staged, sizes, strict=True):
+            at = self._chunk(item).outgoing.reserve(num_bytes)
             if at is not None:
                 self._patches[item] = StagedPatch(at, src, num_bytes)
-        return sum(sizes)
 
     def _can_post(self, batch: int) -> bool:
         before, last = "delta" if self._is_delta else "convert", self._batches[batch][-1]
@@ -282,7 +313,8 @@ class VersionStages:
         """Start writing chunks to every engine rank that takes them."""
         items = self._batches[batch]
         chunk, numbers = self._chunk(items[0]), [self._chunk(item).number for item in items]
-        self._has_filled(items[0])
+        self._has_filled(batch)
+        self._has_encoded(batch)
         links = [link for link in chunk.links if any(self._is_sent(link, each) for each in items)]
         parcels = [(link, self._parcel(link, items)) for link in links]
         at_once = [(link, parcel) for link, parcel in parcels if not self._waits(link)]
