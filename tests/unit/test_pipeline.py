@@ -110,6 +110,36 @@ def test_a_defect_in_a_stage_is_reported_as_one():
         run(Flow(soon()), [Stage("a", 1, break_down)])
 
 
+def test_a_defect_in_a_question_is_reported_by_the_stage_that_asks():
+    flow, has_asked = Flow(soon()), threading.Event()
+
+    def work(number: int) -> int:
+        assert has_asked.wait(60.0)
+        return number
+
+    def may_go_on(_: int) -> bool:
+        if not flow.after("a")(0):
+            has_asked.set()
+            return False
+        raise KeyError("oops")
+
+    with pytest.raises(ProtocolError, match="KeyError in stage b: 'oops'"):
+        run(flow, [Stage("a", 1, work), Stage("b", 1, lambda _: 0, may_go_on)])
+
+
+def test_only_stages_that_can_go_on_are_woken():
+    flow, woken = Flow(soon()), []
+
+    def ask(number: int) -> bool:
+        if threading.current_thread() is threading.main_thread():
+            woken.append(number)
+        return flow.after("a")(99)
+
+    stages = [Stage("a", 100, lambda _: 0), Stage("b", 1, lambda _: 0, ask)]
+    run(flow, stages)
+    assert len(woken) <= 2  # before it waits, and after
+
+
 def test_nobody_waits_beyond_the_deadline():
     with pytest.raises(TransferTimeout, match="trainer 3 is still waiting for a of chunk 0"):
         run(Flow(time.monotonic() + 0.05, member="trainer 3"), [Stage("a", 1, lambda _: 0, lambda _: False)])
