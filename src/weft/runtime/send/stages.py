@@ -205,7 +205,7 @@ class VersionStages:
                 self._job.on_released()
 
     def _groups(self, item: int) -> list[int]:
-        """Groups whose scales a chunk needs and that are not yet in use; no earlier chunk of its stream needs others."""
+        """Groups whose scales a chunk needs and that are not in use yet; earlier ones of its stream need no others."""
         chunk, groups = self._chunk(item), self._program.groups
         return groups[self._num_scaled : bisect.bisect_right(groups, chunk.outgoing.groups[chunk.number])]
 
