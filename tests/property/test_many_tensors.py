@@ -211,7 +211,7 @@ def test_many_matrices_are_quantised_as_each_of_them_would_be(compiled, matrices
         for group in range(converter.spread.num_groups):
             converter.agree(group, converter.find_amax(group))
         image = np.zeros(sum(values.size for values in held.memory), dtype=np.uint8)
-        converter.fill(quantised_chunk(held), image.ctypes.data)
+        converter.fill([quantised_chunk(held)], [image.ctypes.data])
         expected = [one_by_one(held, number) for number in range(len(matrices))]
     assert image.tobytes() == b"".join(expected)
 
@@ -248,7 +248,7 @@ def test_a_box_outside_its_matrix_is_not_read():
     chunk = quantised_chunk(held)
     chunk.boxes.table[0, Conversion._fields.index("first_row")] = 1
     with pytest.raises(CodecError, match=r"`w0`: box of \[4, 4\] at \[1, 0\] lies outside its matrix of \[4, 4\]"):
-        CpuConverter(held.grids).fill(chunk, 0)
+        CpuConverter(held.grids).fill([chunk], [0])
 
 
 def test_the_matrix_that_is_not_finite_is_named():
