@@ -128,16 +128,20 @@ def test_a_defect_in_a_question_is_reported_by_the_stage_that_asks():
 
 
 def test_only_stages_that_can_go_on_are_woken():
-    flow, woken = Flow(soon()), []
+    flow, has_asked, asked = Flow(soon()), threading.Event(), []
+
+    def work(_: int) -> int:
+        assert has_asked.wait(60.0)
+        return 0
 
     def ask(number: int) -> bool:
-        if threading.current_thread() is threading.main_thread():
-            woken.append(number)
+        if threading.current_thread() is threading.main_thread():  # the last stage runs there
+            asked.append(number)
+            has_asked.set()
         return flow.after("a")(99)
 
-    stages = [Stage("a", 100, lambda _: 0), Stage("b", 1, lambda _: 0, ask)]
-    run(flow, stages)
-    assert len(woken) <= 2  # before it waits, and after
+    run(flow, [Stage("a", 100, work), Stage("b", 1, lambda _: 0, ask)])
+    assert len(asked) == 2  # before it waits, and once it is woken
 
 
 def test_nobody_waits_beyond_the_deadline():

@@ -1,7 +1,7 @@
 """Patches of images in GPU memory: the same bytes as weft.codec.image produces.
 
 An image has a section for each size of elements, at most three. Every call queues a few launches for the sections of
-all images; who needs the result waits for the device once. Tables are kept from version to version.
+all images; a caller that needs the result waits for the device once. Tables are kept for all versions of a plan.
 """
 
 from __future__ import annotations
@@ -23,8 +23,6 @@ from weft.gpu import GpuWork
 
 ALIGN = 16
 """Images that begin at multiples of this are read faster."""
-MAX_KEPT = 1024
-"""Tables of sections that are kept: those of two alternating images of every batch, for as long as a plan lasts."""
 Layouts = tuple[ImageLayout, ...]
 
 
@@ -90,8 +88,6 @@ class GpuPatcher:
         if key not in self._sections:
             for image in images:
                 _check_room(image)
-            if len(self._sections) >= MAX_KEPT:
-                self._sections.clear()
             rows = [_section_rows(images, parts) for parts in tables.parts]
             self._sections[key] = [(self._work.upload(each), not (each[:, 2:4] % ALIGN).any()) for each in rows]
         return self._sections[key]

@@ -35,12 +35,12 @@ class _Waiter:
         """Whether it can go on: also if asking fails, which its own thread then reports."""
         try:
             return self._reached()
-        except Exception:
+        except Exception:  # not this thread's error to report
             return True
 
     def wait(self, timeout_s: float) -> None:
         """Until it is woken, or the time has passed."""
-        self._asleep.acquire(timeout=max(timeout_s, 0.0))
+        self._asleep.acquire(timeout=timeout_s)
 
     def wake(self) -> None:
         """Called once."""
@@ -98,22 +98,23 @@ class Flow:
 
     def wait(self, reached: Callable[[], bool], what: str) -> None:
         """Wait; raises the first error, or TransferTimeout at the deadline."""
-        with self._lock:
-            self.check()
-            if reached():
-                return
-            waiter = _Waiter(reached)
-            self._waiters.append(waiter)
-        waiter.wait(self._deadline - time.monotonic())
-        with self._lock:
-            self.check()
-            met = reached()
-            if waiter in self._waiters:
-                self._waiters.remove(waiter)
-        if not met:
-            why = self.obstacle()  # it may take locks of its own
-            because = f": {why}" if why else ""
-            raise TransferTimeout(f"{self._member} is still waiting for {what} at the deadline{because}")
+        while True:
+            with self._lock:
+                self.check()
+                if reached():
+                    return
+                left_s = self._deadline - time.monotonic()
+                if left_s <= 0.0:
+                    break
+                waiter = _Waiter(reached)
+                self._waiters.append(waiter)
+            waiter.wait(left_s)
+            with self._lock:
+                if waiter in self._waiters:  # nothing woke it
+                    self._waiters.remove(waiter)
+        why = self.obstacle()  # it may take locks of its own
+        because = f": {why}" if why else ""
+        raise TransferTimeout(f"{self._member} is still waiting for {what} at the deadline{because}")
 
     def span(self, stage: str, start: float, end: float, num_bytes: int) -> None:
         """Record how long a stage was busy with an item."""
@@ -131,7 +132,7 @@ class Stage:
     work: Callable[[int], int]
     """Returns the bytes it processed."""
     ready: Callable[[int], bool] = field(default=lambda _: True)
-    """Whether an item can be worked on, and from then on; checked when something has changed, on any thread."""
+    """Whether an item can be worked on; checked when something has changed, on any thread."""
     is_recorded: bool = True
     """Whether its spans are the time its work takes; otherwise it records them itself."""
 
