@@ -1,6 +1,6 @@
 """How a version's rate grows with sending hosts, and what faults cost; writes results/scaling.json, docs/scaling.svg.
 
-Needs root. `python benchmarks/scaling.py`; about twenty minutes on two cores, which must have nothing else to do.
+Needs root. `python benchmarks/scaling.py`; about forty minutes on two cores, which must have nothing else to do.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ from weft.bench.scaling.plot import scaling_svg
 
 DOCS = Path(__file__).parent.parent / "docs"
 NIC = "100mbit"
-SWEEP = ("--nic", NIC, "--repeat", "3")
-NICS = ("--senders", "2", "--receivers", "2", "--nic", NIC, "--no-baselines", "--no-slow-host", "--repeat", "5")
+MODEL = ("--model", "medium", "--nic", NIC)
+SWEEP = (*MODEL, "--repeat", "3")
+NICS = (*MODEL, "--senders", "2", "--receivers", "2", "--no-baselines", "--no-slow-host", "--repeat", "3")
 
 if __name__ == "__main__":
     found = {"machine": machine.describe(), "sweep": run_bench("scaling", *SWEEP, timeout_s=3000)}

@@ -34,7 +34,7 @@ def _sweep_row(row: dict[str, Any], sockets: float | None) -> tuple[str, ...]:
         f"{row['seconds']:.2f} s",
         "" if row["predicted_s"] is None else f"{row['predicted_s']:.2f} s",
         f"{row['gb_per_s'] * 1e3:.1f} MB/s",
-        f"{row['gb_per_s'] / sockets:.2f}" if sockets is not None else "",
+        f"{row['gb_per_s'] / sockets:.2f}" if sockets is not None and "changed" not in row["method"] else "",
         f"{row['planned_bytes'] / 1e6:.1f} MB" if row["planned_bytes"] else "",
         f"{row['sent_bytes'] / 1e6:.1f} MB",
         f"{row['cpu_share']:.0%}",

@@ -53,6 +53,9 @@ _SMALL_CONFIG = {
     "vocab_size": 8192,
     "tie_word_embeddings": False,
 }
+MEDIUM = "medium"
+"""The same with 168 MB: what a version costs beyond its bytes hardly shows on slow networks."""
+_MEDIUM_CONFIG = {**_SMALL_CONFIG, "hidden_size": 1024, "intermediate_size": 4096}
 SMALL_MOE = "small-moe"
 """The same with 64 experts, which are nearly all of it."""
 _SMALL_MOE_CONFIG = {
@@ -69,7 +72,7 @@ _SMALL_MOE_CONFIG = {
     "vocab_size": 1024,
     "tie_word_embeddings": False,
 }
-_OWN_CONFIGS = {SMALLEST: _SMALLEST_CONFIG, SMALL: _SMALL_CONFIG, SMALL_MOE: _SMALL_MOE_CONFIG}
+_OWN_CONFIGS = {SMALLEST: _SMALLEST_CONFIG, SMALL: _SMALL_CONFIG, MEDIUM: _MEDIUM_CONFIG, SMALL_MOE: _SMALL_MOE_CONFIG}
 
 
 def load_payload(name: str) -> Model:

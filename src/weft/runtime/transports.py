@@ -25,6 +25,8 @@ class OpenTransports:
         self._member, self._rank, self._device, self._controller = member, rank, device, controller
         self.device = device
         """Where the memory lies that they move."""
+        self.is_near = False
+        """Whether any member that is written to is on this host."""
         self._given = given
         self._open: dict[str, Transport[Any]] = {}
         self._descriptors: dict[tuple[str, int, int], Descriptor] = {}
@@ -62,6 +64,7 @@ class OpenTransports:
                     device=self.device,
                     nixl_devices=settings.nixl_devices,
                     host=own_address(self._controller),
+                    is_near=self.is_near,
                 )
 
     def offers(self, ranges: Iterable[tuple[int, int]]) -> dict[str, Offer]:

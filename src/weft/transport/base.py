@@ -410,9 +410,9 @@ class Transport(abc.ABC, Generic[AnyPeer]):
         """Start writing batches to several peers; a transport may interleave them where that is faster."""
         return [self.post(batch, tag) for batch in batches]
 
-    @abc.abstractmethod
     def _write(self, batch: Batch, tag: int, cancelled: threading.Event) -> WriteResult:
-        """Write; runs on the writer thread."""
+        """Write; runs on the writer thread. A transport that starts writes in another way needs none."""
+        raise NotImplementedError
 
     @abc.abstractmethod
     def arrived(self, tag: int, *, writer: int) -> int:
@@ -438,10 +438,14 @@ class Transport(abc.ABC, Generic[AnyPeer]):
         """Finish outstanding writes and release everything; may be called twice."""
         if not self._closed:
             self._closed = True
-            self._writer.shutdown(wait=True)
+            self._finish_writes()
             for peer in list(self._peers):
                 self.disconnect(peer)
             self._release()
+
+    def _finish_writes(self) -> None:
+        """Wait for outstanding writes; no more can be posted."""
+        self._writer.shutdown(wait=True)
 
     def _release(self) -> None:
         """Release what the transport holds besides its peers."""

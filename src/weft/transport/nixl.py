@@ -15,7 +15,7 @@ import time
 import uuid
 import weakref
 from collections.abc import Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -45,6 +45,7 @@ from weft.transport.capabilities import CAPABILITIES
 PIECE_BYTES = {"cpu": 4 << 20, "cuda": 2 << 30}
 """Largest descriptor: a CPU copies pieces in parallel; a GPU is fastest with few large ones."""
 PROGRESS_PAUSE_US = 1000
+SHORTEST_LOOK_S, LONGEST_LOOK_S = 2e-5, 1e-3
 WRITE_DEADLINE_S = 200.0
 CUT_S = 2.0
 """A write that was given up is usually done by then. A stalled peer never accepts it, and NIXL keeps reading the source
@@ -141,9 +142,19 @@ class NixlTransport(Transport[_Peer]):
     capabilities = CAPABILITIES["nixl"]
 
     def __init__(
-        self, member: str, *, writer: int = 0, num_threads: int = 1, device: str = CPU, devices: str = ""
+        self,
+        member: str,
+        *,
+        writer: int = 0,
+        num_threads: int = 1,
+        device: str = CPU,
+        devices: str = "",
+        is_near: bool = True,
     ) -> None:
-        """`devices` limits UCX to some network devices, such as `lo` or `mlx5_0:1`; empty: all."""
+        """`devices` limits UCX to some network devices, such as `lo` or `mlx5_0:1`; empty: all.
+
+        `is_near`: whether any peer is on this host. NIXL's own threads then copy; for others they would only spin.
+        """
         api, bindings = _load()
         super().__init__(member, writer=writer, num_threads=num_threads)
         self._kind = "DRAM" if memory_kind(device) == CPU else "VRAM"
@@ -152,7 +163,7 @@ class NixlTransport(Transport[_Peer]):
         self._work = device_work(device)
         self._errors = bindings
         self._agent_name = f"{member} {uuid.uuid4().hex}"
-        parameters = {"num_threads": str(num_threads), "split_batch_size": "16"}
+        parameters = {"num_threads": str(num_threads if is_near else 0), "split_batch_size": "16"}
         if devices:
             parameters["engine_config"] = f"NET_DEVICES={devices}"
         self._agent = _make_agent(api, self._agent_name, parameters)
@@ -162,6 +173,10 @@ class NixlTransport(Transport[_Peer]):
         """Pinned host memory that writes may come from, where this transport is for GPU memory."""
         self._arrived: dict[tuple[int, int], _Arrived] = {}
         self._lock = threading.Lock()
+        self._posting = threading.Lock()
+        """Held while a write is posted, and while the agent is torn down."""
+        self._waiter = ThreadPoolExecutor(max_workers=1, thread_name_prefix="weft-nixl-wait")
+        """Waits for writes while the next ones are posted."""
         self._transfers: weakref.WeakSet[_PreparedTransfer] = weakref.WeakSet()
 
     @property
@@ -300,39 +315,43 @@ class NixlTransport(Transport[_Peer]):
         """NIXL's (address, length, device) rows."""
         return np.stack([address, length, np.full_like(length, device)], axis=1)
 
+    def post(self, batch: Batch, tag: int) -> Ticket:
+        """Start writing a batch, beside those that are being written."""
+        return self.post_all([batch], tag)[0]
+
     def post_all(self, batches: Sequence[Batch], tag: int) -> list[Ticket]:
         """Everything travels at once; NIXL decides the order."""
         self._check_tag(tag)
         cancelled = threading.Event()
         begun: list[Future[None]] = [self._writer.submit(self._begin, batch, tag, cancelled) for batch in batches]
         ended = [
-            self._writer.submit(self._end, batch, cancelled, past) for batch, past in zip(batches, begun, strict=True)
+            self._waiter.submit(self._end, batch, cancelled, past) for batch, past in zip(batches, begun, strict=True)
         ]
         return [Ticket(future, batch, tag, cancelled) for future, batch in zip(ended, batches, strict=True)]
 
-    def _write(self, batch: Batch, tag: int, cancelled: threading.Event) -> WriteResult:
-        self._begin(batch, tag, cancelled)
-        return self._end(batch, cancelled)
+    def _finish_writes(self) -> None:
+        super()._finish_writes()
+        self._waiter.shutdown(wait=True)
 
     def _begin(self, batch: Batch, tag: int, cancelled: threading.Event) -> None:
         """Post the write. Once posted it cannot be stopped."""
         assert isinstance(batch, _NixlBatch)
-        self._check_whole(batch)
-        peer = self._known(batch.peer)
-        if cancelled.is_set():
-            raise TransportError(f"writing to {batch.peer} was stopped before it began")
-        note = peer.note(self._writer_number, tag, batch.num_bytes)
-        try:
-            self._agent.transfer(batch.transfer.handle, note)
-            batch.transfer.is_posted = True
-        except Exception as error:
-            raise self._failure(error, batch.peer) from error
+        with self._posting:
+            self._check_whole(batch)
+            peer = self._known(batch.peer)
+            if cancelled.is_set():
+                raise TransportError(f"writing to {batch.peer} was stopped before it began")
+            note = peer.note(self._writer_number, tag, batch.num_bytes)
+            try:
+                self._agent.transfer(batch.transfer.handle, note)
+                batch.transfer.is_posted = True
+            except Exception as error:
+                raise self._failure(error, batch.peer) from error
 
-    def _end(self, batch: Batch, cancelled: threading.Event, begun: Future[None] | None = None) -> WriteResult:
+    def _end(self, batch: Batch, cancelled: threading.Event, begun: Future[None]) -> WriteResult:
         """Digest while the bytes travel, then wait for them."""
         assert isinstance(batch, _NixlBatch)
-        if begun is not None:
-            begun.result()
+        begun.result()
         self._check_whole(batch)
         digest = 0
         try:
@@ -358,16 +377,17 @@ class NixlTransport(Transport[_Peer]):
             if now > began + WRITE_DEADLINE_S or (given_up is not None and now > given_up + CUT_S):
                 self._tear_down()
                 raise PeerLost(f"{batch.peer} did not accept {batch.num_bytes} bytes in {now - began:.1f} s")
-            time.sleep(2e-5)
+            time.sleep(look_s(now - began))
         return str(state)
 
     def _tear_down(self) -> None:
         """End the agent and with it everything in flight; the transport cannot be used afterwards."""
-        for transfer in list(self._transfers):
-            if transfer.is_posted and self._agent.check_xfer_state(transfer.handle) == "PROC":
-                self.cut_peers |= {transfer.peer}
-            transfer.handle = None
-        self._peers, self._lists, self._agent = {}, {}, None
+        with self._posting:
+            for transfer in list(self._transfers):
+                if transfer.is_posted and self._agent.check_xfer_state(transfer.handle) == "PROC":
+                    self.cut_peers |= {transfer.peer}
+                transfer.handle = None
+            self._peers, self._lists, self._agent = {}, {}, None
 
     def _check_whole(self, batch: _NixlBatch) -> None:
         if batch.transfer.handle is None:
@@ -381,7 +401,7 @@ class NixlTransport(Transport[_Peer]):
         while waiting:
             if time.monotonic() > deadline:
                 raise TransferTimeout(f"NIXL did not finish in {WRITE_DEADLINE_S} s")
-            time.sleep(2e-5)
+            time.sleep(SHORTEST_LOOK_S)
             waiting = [transfer for transfer in waiting if self._agent.check_xfer_state(transfer) == "PROC"]
 
     def _failure(self, error: Exception, peer: str) -> TransportError:
@@ -453,6 +473,11 @@ def _load() -> tuple[Any, Any]:
         except ImportError:
             continue
     raise TransportUnavailable("NIXL is not installed", hint="pip install --no-deps nixl-cu13==1.5.1")
+
+
+def look_s(waited_s: float) -> float:
+    """When to look again at a write that has not ended: soon at first, then every 256th of what it has taken."""
+    return min(max(waited_s / 256, SHORTEST_LOOK_S), LONGEST_LOOK_S)
 
 
 def _make_agent(api: Any, name: str, parameters: dict[str, str]) -> Any:

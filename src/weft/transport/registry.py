@@ -102,9 +102,17 @@ def is_installed(name: str) -> bool:
 
 
 def open_transport(
-    name: str, member: str, *, writer: int, num_threads: int, device: str, nixl_devices: str, host: str = "127.0.0.1"
+    name: str,
+    member: str,
+    *,
+    writer: int,
+    num_threads: int,
+    device: str,
+    nixl_devices: str,
+    host: str = "127.0.0.1",
+    is_near: bool = True,
 ) -> Transport[Any]:
-    """A member's side of a transport. `host` is where other hosts reach this one."""
+    """A member's side of a transport. `host`: where other hosts reach this one; `is_near`: whether peers are on it."""
     if name not in _HOMES:
         raise ConfigError(f"unknown transport `{name}`", hint=f"auto, {', '.join(NAMES)}")
     module, kind = _HOMES[name]
@@ -112,7 +120,7 @@ def open_transport(
     if name not in ("shm", "cma"):
         options["device"] = device
     if name == "nixl":
-        options["devices"] = nixl_devices
+        options |= {"devices": nixl_devices, "is_near": is_near}
     if name == "mooncake":
         options["host"] = host
     return getattr(importlib.import_module(module), kind)(member, **options)

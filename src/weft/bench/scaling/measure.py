@@ -44,7 +44,7 @@ class _Measurement:
             with self._running(FleetShape(num_senders=num_senders, num_receivers=self._case.num_receivers)) as run:
                 rate = rates[num_senders] = run.sockets()
                 run.dense(rate)
-                run.patches(rate)
+                run.patches()
                 if baselines:
                     run.collectives()
             yield from run.rows
@@ -59,7 +59,7 @@ class _Measurement:
         )
         with self._running(fleet) as run:
             run.dense(rates[most], method="weft, FP8 engines")
-            run.patches(rates[most])
+            run.patches()
         yield from run.rows
         if self._case.slow_host and most > 1:
             yield from self._with_slow_host(most, rates[most])

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -30,6 +31,8 @@ REPLAN_VERSIONS = 4
 """After so many versions a controller has seen, and planned around, a slow host."""
 CHANGED = 0.01
 """Fraction of elements that differ between versions sent as patches."""
+PATCH_SHARE = 0.01
+"""What NICs carry while patches are measured: at their full rate the cores, not the NICs, would take longest."""
 
 
 def start_fleet(lab: Lab, case: ScalingCase, fleet: FleetShape) -> LabFleet:
@@ -91,16 +94,40 @@ class Run:
             predicted, bound = predict_plan(plan), balance(plan).bound_s
             self._measure(method, self._whole_version, num_bytes=plan.total_bytes, predicted_s=predicted, bound_s=bound)
 
-    def patches(self, socket_rate: float) -> None:
-        """Versions in which one percent is new."""
-        plan = self._plan_at(socket_rate)
+    def patches(self) -> None:
+        """Versions in which one percent is new, over slower NICs."""
         settings = TransferSettings(transport="nixl", version_s=VERSION_S, delta=DeltaPolicy.ON)
         with OpenFleet(self._processes, settings):
             self._whole_version()  # the first one is sent whole
-            predicted = predict_plan(plan, density=CHANGED)
-            self._measure(
-                f"weft{self._kind}, 1% changed", self._small_version, num_bytes=plan.total_bytes, predicted_s=predicted
-            )
+            self._small_version()
+            with self._slowed():
+                plan = self._plan_at(self._socket_rate(self._wire_bytes()))
+                predicted = predict_plan(plan, density=CHANGED)
+                method = f"weft{self._kind}, {CHANGED:.0%} changed, NICs at {PATCH_SHARE:.0%}"
+                self._measure(method, self._small_version, num_bytes=plan.total_bytes, predicted_s=predicted)
+
+    @contextmanager
+    def _slowed(self) -> Iterator[None]:
+        """All NICs carry a fraction of their rate, inside this context."""
+        hosts, rate = range(len(self._lab.spec.hosts)), self._nic_bytes_per_s
+        self._nic_bytes_per_s = rate * PATCH_SHARE
+        for host in hosts:
+            self._lab.slow(host, f"{self._nic_bytes_per_s * 8 / 1e3:.0f}kbit")
+        try:
+            yield
+        finally:
+            self._nic_bytes_per_s = rate
+            for host in hosts:
+                self._lab.heal(host)
+
+    def _socket_rate(self, num_bytes: int) -> float:
+        """Bytes per second of one NIC while plain sockets move so many bytes in all."""
+        seconds = statistics.median(self._stream(num_bytes) for _ in range(self._repeat))
+        return num_bytes / seconds / self._fleet.num_bound
+
+    def _wire_bytes(self) -> int:
+        """Bytes of weights the last version put on the NICs, as weft counts them."""
+        return int(self._processes.call("controller", "wire_bytes")[0])
 
     @property
     def _kind(self) -> str:
@@ -166,7 +193,7 @@ class Run:
                 verified=self._is_right() if is_verified else None,
                 cpu_share=cpu_share,
                 sent_bytes=sent,
-                planned_bytes=self._processes.call("controller", "wire_bytes")[0] if is_weft else num_bytes,
+                planned_bytes=self._wire_bytes() if is_weft else num_bytes,
             )
         )
 

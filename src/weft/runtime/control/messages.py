@@ -25,7 +25,7 @@ from weft.transport.base import Descriptor, Endpoint
 from weft.transport.host import ProcessIdentity
 from weft.transport.registry import Place
 
-PROTOCOL = 12
+PROTOCOL = 13
 STEPS_AHEAD = 2
 """How many steps an engine rank may advance while the ranks of its engine agree on a boundary."""
 
@@ -297,6 +297,8 @@ class Open(_Message, frozen=True):
     """Engines: the landing area they need, or the window, where live memory is written."""
     patch_bytes: int = 0
     """Engines: the memory they need for patches."""
+    is_near: bool = False
+    """Trainers: whether any engine rank is on their host."""
     asking: list[Asking] | None = None
     """Trainers that hold FP8 blocks together with others: those that will connect to them."""
 

@@ -126,6 +126,7 @@ class Rounds:
         self._versions.parts = planned.parts
         self.plan_s = planned.plan_s
         self._membership.use(planned.links)
+        engine_hosts = {join.place.host for join in self._membership.joins("engine").values()}
         for member, known in self._membership.members.items():
             transports = sorted(set(known.transports.values()))
             asking = planned.parts.asking(known.join.rank) if known.join.side == "trainer" else None
@@ -133,6 +134,7 @@ class Rounds:
                 round=self._membership.round,
                 transports=transports,
                 through_host=planned.parts.through_host,
+                is_near=known.join.place.host in engine_hosts,
                 asking=self._asking(asking),
             )
             if known.join.side == "engine":

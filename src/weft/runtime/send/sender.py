@@ -484,6 +484,7 @@ class Sender:
 
     def _open(self, message: Open) -> None:
         self._transports.pass_host(message.through_host)
+        self._transports.is_near = message.is_near
         self._transports.open(message.transports, self._control.settings)
         self._end_exchange()
         if message.asking is not None:
