@@ -6,6 +6,7 @@ import ctypes
 import os
 import signal
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 
@@ -20,9 +21,12 @@ ANSWER_S = 60.0
 
 
 def make_transport(kind: str, member: str, *, writer: int = 0) -> Any:
-    """A transport between processes; NIXL stays on loopback."""
+    """A transport between processes; NIXL stays on loopback, and `nixl tcp` uses no shared memory."""
     if kind == "nixl":
         return NixlTransport(member, writer=writer, devices="lo")
+    if kind == "nixl tcp":
+        with patch.dict(os.environ, UCX_TLS="tcp"):
+            return NixlTransport(member, writer=writer, devices="lo", is_near=False)
     return {"shm": ShmTransport, "cma": CmaTransport}[kind](member, writer=writer)
 
 
@@ -35,9 +39,9 @@ def _memory(transport: Any, num_bytes: int) -> tuple[np.ndarray, int]:
     return np.ctypeslib.as_array((ctypes.c_uint8 * num_bytes).from_address(memory.address)), memory.address
 
 
-def _serve(pipe: Any, kind: str, num_bytes: int) -> None:
+def _serve(pipe: Any, kind: str, num_bytes: int, member: str) -> None:
     """The target process: registers memory, then answers questions until told to stop."""
-    transport = make_transport(kind, "engine 0")
+    transport = make_transport(kind, member)
     array, address = _memory(transport, num_bytes)
     handle, descriptor = transport.register(address, num_bytes)
     pipe.send((transport.endpoint, descriptor))
@@ -58,10 +62,10 @@ def _serve(pipe: Any, kind: str, num_bytes: int) -> None:
 class ProcessTarget:
     """A target in another process."""
 
-    def __init__(self, kind: str, num_bytes: int) -> None:
+    def __init__(self, kind: str, num_bytes: int, member: str = "engine 0") -> None:
         context = quick_context()
         self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=_serve, args=(theirs, kind, num_bytes), daemon=True)
+        self._process = context.Process(target=_serve, args=(theirs, kind, num_bytes, member), daemon=True)
         self._process.start()
         theirs.close()
         self.endpoint: Endpoint

@@ -136,6 +136,18 @@ class _NixlBatch(Batch):
     """Computes the digest of what is read."""
 
 
+@dataclass(eq=False)
+class _Write:
+    """A write that was posted, or is about to be."""
+
+    batch: _NixlBatch
+    cancelled: threading.Event
+    future: Future[WriteResult] = field(default_factory=Future)
+    began_at: float = field(default_factory=time.monotonic)
+    digest: int | None = None
+    given_up_at: float | None = None
+
+
 class NixlTransport(Transport[_Peer]):
     """One NIXL agent with the UCX backend, for the memory of one device."""
 
@@ -175,8 +187,9 @@ class NixlTransport(Transport[_Peer]):
         self._lock = threading.Lock()
         self._posting = threading.Lock()
         """Held while a write is posted, and while the agent is torn down."""
-        self._waiter = ThreadPoolExecutor(max_workers=1, thread_name_prefix="weft-nixl-wait")
-        """Waits for writes while the next ones are posted."""
+        self._under_way: list[_Write] = []
+        self._watcher = ThreadPoolExecutor(max_workers=1, thread_name_prefix="weft-nixl-watch")
+        """Looks at writes while the next ones are posted."""
         self._transfers: weakref.WeakSet[_PreparedTransfer] = weakref.WeakSet()
 
     @property
@@ -323,19 +336,27 @@ class NixlTransport(Transport[_Peer]):
         """Everything travels at once; NIXL decides the order."""
         self._check_tag(tag)
         cancelled = threading.Event()
-        begun: list[Future[None]] = [self._writer.submit(self._begin, batch, tag, cancelled) for batch in batches]
-        ended = [
-            self._waiter.submit(self._end, batch, cancelled, past) for batch, past in zip(batches, begun, strict=True)
-        ]
-        return [Ticket(future, batch, tag, cancelled) for future, batch in zip(ended, batches, strict=True)]
+        writes = [_Write(batch, cancelled) for batch in batches if isinstance(batch, _NixlBatch)]
+        self._writer.submit(self._begin_all, writes, tag)
+        return [Ticket(write.future, write.batch, tag, cancelled) for write in writes]
 
     def _finish_writes(self) -> None:
         super()._finish_writes()
-        self._waiter.shutdown(wait=True)
+        self._watcher.shutdown(wait=True)
 
-    def _begin(self, batch: Batch, tag: int, cancelled: threading.Event) -> None:
-        """Post the write. Once posted it cannot be stopped."""
-        assert isinstance(batch, _NixlBatch)
+    def _begin_all(self, writes: Sequence[_Write], tag: int) -> None:
+        """Post writes; others than those that cannot be posted are watched from now on."""
+        for write in writes:
+            try:
+                self._begin(write.batch, tag, write.cancelled)
+            except Exception as error:
+                write.future.set_exception(error)
+            else:
+                self._under_way.append(write)
+        self._watcher.submit(self._watch)
+
+    def _begin(self, batch: _NixlBatch, tag: int, cancelled: threading.Event) -> None:
+        """Post a write. Once posted it cannot be stopped."""
         with self._posting:
             self._check_whole(batch)
             peer = self._known(batch.peer)
@@ -348,37 +369,55 @@ class NixlTransport(Transport[_Peer]):
             except Exception as error:
                 raise self._failure(error, batch.peer) from error
 
-    def _end(self, batch: Batch, cancelled: threading.Event, begun: Future[None]) -> WriteResult:
-        """Digest while the bytes travel, then wait for them."""
-        assert isinstance(batch, _NixlBatch)
-        begun.result()
-        self._check_whole(batch)
-        digest = 0
+    def _watch(self) -> None:
+        """Look at all writes under way until they have ended: NIXL announces a write when it is seen to have."""
+        moved_at = time.monotonic()
+        while self._under_way:
+            for write in list(self._under_way):
+                if self._has_ended(write):
+                    self._under_way.remove(write)
+                    moved_at = time.monotonic()
+            time.sleep(look_s(time.monotonic() - moved_at))
+
+    def _has_ended(self, write: _Write) -> bool:
+        """Look at one write, and digest it while its bytes travel; tells whoever waits for it how it ended."""
         try:
-            state = self._agent.check_xfer_state(batch.transfer.handle)
-            digest = digest_of(batch, batch.work)
-            if state == "PROC":
-                state = self._wait_for(batch, cancelled)
-        except TransportError:
-            raise
+            result = self._result(write)
+        except TransportError as error:
+            write.future.set_exception(error)
+            return True
         except Exception as error:
-            raise self._failure(error, batch.peer) from error
+            write.future.set_exception(self._failure(error, write.batch.peer))
+            return True
+        if result is not None:
+            write.future.set_result(result)
+        return result is not None
+
+    def _result(self, write: _Write) -> WriteResult | None:
+        """What a write has written; None while it is under way."""
+        batch = write.batch
+        self._check_whole(batch)
+        state = self._agent.check_xfer_state(batch.transfer.handle)
+        if write.digest is None:
+            write.digest = digest_of(batch, batch.work)
+        if state == "PROC":
+            self._check_late(write)
+            return None
         batch.transfer.is_posted = False
         if state != "DONE":
             raise TransportError(f"NIXL reports {state} for a write to {batch.peer}")
-        return WriteResult(num_bytes=batch.num_bytes, digest=digest)
+        return WriteResult(num_bytes=batch.num_bytes, digest=write.digest)
 
-    def _wait_for(self, batch: _NixlBatch, cancelled: threading.Event) -> str:
-        """How a write ends. One that was given up and does not end is stopped by tearing this side down."""
-        began, given_up = time.monotonic(), None
-        while (state := self._agent.check_xfer_state(batch.transfer.handle)) == "PROC":
-            now = time.monotonic()
-            given_up = given_up or (now if cancelled.is_set() else None)
-            if now > began + WRITE_DEADLINE_S or (given_up is not None and now > given_up + CUT_S):
-                self._tear_down()
-                raise PeerLost(f"{batch.peer} did not accept {batch.num_bytes} bytes in {now - began:.1f} s")
-            time.sleep(look_s(now - began))
-        return str(state)
+    def _check_late(self, write: _Write) -> None:
+        """A write that was given up, or takes far too long, is stopped by tearing this side down."""
+        now = time.monotonic()
+        if write.given_up_at is None and write.cancelled.is_set():
+            write.given_up_at = now
+        is_cut = write.given_up_at is not None and now > write.given_up_at + CUT_S
+        if is_cut or now > write.began_at + WRITE_DEADLINE_S:
+            self._tear_down()
+            took = f"{write.batch.num_bytes} bytes in {now - write.began_at:.1f} s"
+            raise PeerLost(f"{write.batch.peer} did not accept {took}")
 
     def _tear_down(self) -> None:
         """End the agent and with it everything in flight; the transport cannot be used afterwards."""
@@ -476,7 +515,7 @@ def _load() -> tuple[Any, Any]:
 
 
 def look_s(waited_s: float) -> float:
-    """When to look again at a write that has not ended: soon at first, then every 256th of what it has taken."""
+    """When to look again after nothing has ended for so long: soon at first, then after a 256th of it."""
     return min(max(waited_s / 256, SHORTEST_LOOK_S), LONGEST_LOOK_S)
 
 

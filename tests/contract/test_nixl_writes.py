@@ -1,0 +1,56 @@
+"""NIXL between hosts: writes travel beside each other, whatever becomes of one of them."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from tests.contract.targets import ProcessTarget, make_transport
+from tests.support.waiting import wait_until
+from weft.errors import PeerLost
+from weft.transport.nixl import LONGEST_LOOK_S, SHORTEST_LOOK_S, look_s
+
+pytest.importorskip("nixl_cu13")
+NUM_BYTES = 256 << 20
+"""More than the sockets of a connection hold."""
+SMALL_BYTES = 1 << 20
+SOON_S = 20.0
+
+
+def test_a_write_does_not_wait_for_one_to_a_peer_that_stands_still():
+    """Posted one after the other, as packed Chunks are: the second arrives although the first cannot."""
+    stopped = ProcessTarget("nixl tcp", NUM_BYTES)
+    other = ProcessTarget("nixl tcp", SMALL_BYTES, member="engine 1")
+    writer = make_transport("nixl tcp", "trainer 0")
+    try:
+        source = np.random.default_rng(0).integers(0, 256, NUM_BYTES, dtype=np.uint8)
+        writer.register(source.ctypes.data, NUM_BYTES)
+        batches = [
+            writer.prepare(writer.connect(target.endpoint, [target.descriptor]), *_row(source, target, num_bytes))
+            for target, num_bytes in ((stopped, NUM_BYTES), (other, SMALL_BYTES))
+        ]
+        stopped.stop()
+        first = writer.post(batches[0], 1)
+        second = writer.post(batches[1], 1)
+        wait_until(lambda: other.arrived(1) == SMALL_BYTES, SOON_S, "the second write arrives")
+        assert second.wait(SOON_S).num_bytes == SMALL_BYTES
+        assert not first.done
+        first.cancel()
+        with pytest.raises(PeerLost, match="did not accept"):
+            first.wait(SOON_S)
+        assert other.bytes() == source[:SMALL_BYTES].tobytes()
+    finally:
+        stopped.resume()
+        for end in (writer, stopped, other):
+            end.close()
+
+
+def _row(source: np.ndarray, target: ProcessTarget, num_bytes: int) -> list[np.ndarray]:
+    columns = source.ctypes.data, target.descriptor.address, num_bytes
+    return [np.array([column], dtype=np.uint64) for column in columns]
+
+
+def test_a_write_that_takes_long_is_looked_at_less_often():
+    assert look_s(0.0) == SHORTEST_LOOK_S
+    assert look_s(0.0256) == pytest.approx(0.0001)
+    assert look_s(100.0) == LONGEST_LOOK_S
