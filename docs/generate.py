@@ -33,6 +33,7 @@ VLLM = json.loads((ROOT / "benchmarks/results/vllm.json").read_text())
 COMPILE = json.loads((ROOT / "benchmarks/results/compile.json").read_text())
 SCALING = json.loads((ROOT / "benchmarks/results/scaling.json").read_text())
 OBSERVING = json.loads((ROOT / "benchmarks/results/observing.json").read_text())
+MANY_TENSORS_GPU = json.loads((ROOT / "benchmarks/results/many_tensors_h200.json").read_text())
 MANY_TENSORS = json.loads((ROOT / "benchmarks/results/many_tensors.json").read_text())
 REHEARSALS = json.loads((ROOT / "benchmarks/results/rehearsals.json").read_text())
 SPARSITY = json.loads((ROOT / "benchmarks/results/sparsity.json").read_text())
@@ -571,6 +572,27 @@ def many_tensors() -> str:
     return f"{table(header, cells)}\n\n{_rl_machine(MANY_TENSORS)}"
 
 
+def many_tensors_gpu() -> str:
+    """What a version costs on a GPU beyond the device's passes, by number of tensors."""
+    header = ("tensors", "method", "to", "GB", "time", "limit", "beyond the limit", "versions")
+    cells = [
+        (
+            f"{row['num_tensors']:,}",
+            row["method"],
+            row["precision"].upper(),
+            f"{row['trainer_bytes'] / 1e9:.1f}",
+            f"{row['seconds'] * 1e3:.1f} ms",
+            f"{row['limit_s'] * 1e3:.1f} ms",
+            f"{row['beyond_s'] * 1e3:.1f} ms",
+            str(row["num_versions"]),
+        )
+        for row in sorted(
+            MANY_TENSORS_GPU["rows"], key=lambda row: (row["precision"], row["method"], row["num_tensors"])
+        )
+    ]
+    return f"{table(header, cells)}\n\nMedians, measured on one NVIDIA H200; {MANY_TENSORS_GPU['machine']['cpu']}."
+
+
 BLOCKS = {
     "scaling": scaling,
     "scaling-summary": lambda: scaling_tables.summary(SCALING),
@@ -579,6 +601,7 @@ BLOCKS = {
     "observing": observing,
     "rehearsals": rehearsals,
     "many-tensors": many_tensors,
+    "many-tensors-gpu": many_tensors_gpu,
     "rl-demo": rl_demo,
     "rl-gpu": rl_gpu,
     "rl-methods": rl_methods,
