@@ -336,16 +336,21 @@ class NixlTransport(Transport[_Peer]):
         """Everything travels at once; NIXL decides the order."""
         self._check_tag(tag)
         cancelled = threading.Event()
-        writes = [_Write(batch, cancelled) for batch in batches if isinstance(batch, _NixlBatch)]
+        writes = [self._new_write(batch, cancelled) for batch in batches]
         self._writer.submit(self._begin_all, writes, tag)
         return [Ticket(write.future, write.batch, tag, cancelled) for write in writes]
+
+    @staticmethod
+    def _new_write(batch: Batch, cancelled: threading.Event) -> _Write:
+        assert isinstance(batch, _NixlBatch)
+        return _Write(batch, cancelled)
 
     def _finish_writes(self) -> None:
         super()._finish_writes()
         self._watcher.shutdown(wait=True)
 
     def _begin_all(self, writes: Sequence[_Write], tag: int) -> None:
-        """Post writes; others than those that cannot be posted are watched from now on."""
+        """Post writes; those that could be posted are watched from now on."""
         for write in writes:
             try:
                 self._begin(write.batch, tag, write.cancelled)
@@ -370,14 +375,19 @@ class NixlTransport(Transport[_Peer]):
                 raise self._failure(error, batch.peer) from error
 
     def _watch(self) -> None:
-        """Look at all writes under way until they have ended: NIXL announces a write when it is seen to have."""
+        """Look at all writes under way until they have ended: NIXL announces a write when it is seen to have.
+
+        At most half of the time: the interpreter is needed for the next ones.
+        """
         moved_at = time.monotonic()
         while self._under_way:
+            began = time.monotonic()
             for write in list(self._under_way):
                 if self._has_ended(write):
                     self._under_way.remove(write)
                     moved_at = time.monotonic()
-            time.sleep(look_s(time.monotonic() - moved_at))
+            now = time.monotonic()
+            time.sleep(max(look_s(now - moved_at), now - began))
 
     def _has_ended(self, write: _Write) -> bool:
         """Look at one write, and digest it while its bytes travel; tells whoever waits for it how it ended."""

@@ -82,10 +82,14 @@ class Timelines:
 
     def heard(self, member: MemberId, message: Any) -> None:
         """A member said something."""
+        if not self._journal.is_open:
+            return
         self._journal.add(partial(self._lines, time.monotonic(), member, message, is_end=False), is_urgent=False)
 
     def told(self, member: MemberId, message: Any) -> None:
         """A member was told something. Trainers are told last what became of a version."""
+        if not self._journal.is_open:
+            return
         is_end = isinstance(message, Decide) and member.side == "trainer"
         self._journal.add(partial(self._lines, time.monotonic(), member, message, is_end=is_end), is_urgent=is_end)
 
