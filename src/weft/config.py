@@ -95,7 +95,7 @@ class TransferSettings:
     digest: DigestPolicy = DigestPolicy.ON
     """Whether versions are verified by digests."""
     delta: DeltaPolicy = DeltaPolicy.OFF
-    """Whether only what changed is sent. Trainers keep two copies of what they send."""
+    """Whether only what changed is sent. Trainers keep two copies of what they send; on GPUs one, if unconverted."""
     anchor_every: int = 20
     """With `delta`: one version in this many is sent whole."""
     patch_share: float = 0.05

@@ -15,7 +15,7 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from weft.codec import cast_kernels, fp8_kernels, patch_kernels
+from weft.codec import cast_kernels, fp8_kernels, kept_kernels, patch_kernels
 from weft.codec.delta import BLOCK, DENSE, GROUPS, HEADER_BYTES
 from weft.gpu import walking
 
@@ -66,6 +66,12 @@ def patch_kernels_of(width: int) -> list[tuple[str, Any, dict[str, str], dict[st
         "HEADER": HEADER_BYTES,
         "IS_ALIGNED": True,
     }
+    update = {
+        **dict.fromkeys(("sections", "blocks", "sources", "pieces", "state"), "*i64"),
+        **{"scratch": "*i32", "entries": "*i64", "undo": "*u8", "undo_used": "*i64", "undo_bytes": "i64"},
+    }
+    updated = {name: constant for name, constant in sizes.items() if name != "IS_ALIGNED"}
+    restore = {**dict.fromkeys(("images", "entries"), "*i64"), "undo": "*u8"}
     opened = dict.fromkeys(("blocks", "section_of", "places", "opened"), "*i64")
     rows = dict.fromkeys(("first_row", "num_rows", "row_begin", "row_address"), "*i64")
     groups = {"WIDTH": width, "GROUPS": GROUPS, "HEADER": HEADER_BYTES}
@@ -73,6 +79,23 @@ def patch_kernels_of(width: int) -> list[tuple[str, Any, dict[str, str], dict[st
     opening = dict.fromkeys(("images", "places", "sections", "found", "ends"), "*i64")
     return [
         ("encode", patch_kernels._encode_kernel, encode, sizes, patch_kernels.ENCODE_WARPS),
+        *(
+            (
+                name,
+                patch_kernels._update_kernel,
+                update,
+                {**updated, "IS_GATHERED": gathered},
+                patch_kernels.ENCODE_WARPS,
+            )
+            for name, gathered in (("update", False), ("gather", True))
+        ),
+        (
+            "restore",
+            kept_kernels._restore_kernel,
+            restore,
+            {"ELEMENT": element, "LANES": kept_kernels.RESTORE_LANES},
+            kept_kernels.RESTORE_WARPS,
+        ),
         ("check", patch_kernels._check_kernel, {**opened, "flags": "*i64"}, groups, 1),
         ("apply", patch_kernels._apply_kernel, {**opened, **rows}, {**groups, "SLOTS": 8, "ELEMENT": element}, 4),
         ("finish", patch_kernels._finish_kernel, finish, {"BLOCK": BLOCK, "HEADER": HEADER_BYTES}, 4),

@@ -28,9 +28,9 @@ from weft.runtime.control.messages import (
     Stopped,
     Want,
     Welcome,
-    WriteReport,
     Written,
 )
+from weft.runtime.control.write_reports import WriteReport, WriteReports
 from weft.runtime.controller.controller import Controller
 from weft.runtime.receive.receiver import Receiver
 from weft.runtime.send.sender import Sender
@@ -93,7 +93,7 @@ LIES = {
     "an impossible version": Want(version=2**63),
     "a version of the far future": Want(version=2**62),
     "a negative version": Want(version=-1),
-    "bytes nobody asked for": Written(version=5, parts=[], losses=[]),
+    "bytes nobody asked for": Written(version=5, reports=WriteReports(), losses=[]),
     "an end of nothing": Stopped(version=5, reason="", has_written=False),
 }
 
@@ -126,10 +126,11 @@ def test_a_trainer_cannot_say_that_an_engine_holds_a_version(controller, honest)
 @pytest.mark.parametrize(
     "written",
     [
-        Written(version=1, parts=[WriteReport(trainer=0, engine=0, num_bytes=2000, digest=0)], losses=[]),
-        Written(version=1, parts=[WriteReport(trainer=1, engine=3, num_bytes=2000, digest=0)], losses=[]),
-        Written(version=1, parts=[WriteReport(trainer=1, engine=0, num_bytes=1, digest=0)], losses=[]),
-        Written(version=1, parts=[], losses=[Loss(engine=7, reason="")]),
+        Written(version=1, reports=WriteReports.of([WriteReport(3, 2000, 0)]), losses=[]),
+        Written(version=1, reports=WriteReports.of([WriteReport(0, 1, 0)]), losses=[]),
+        Written(version=1, reports=WriteReports.of([WriteReport(0, 2000, 0)] * 2), losses=[]),
+        Written(version=1, reports=WriteReports(peers=b"12345678", num_bytes=b"1"), losses=[]),
+        Written(version=1, reports=WriteReports(), losses=[Loss(engine=7, reason="")]),
     ],
 )
 def test_what_a_trainer_says_it_wrote_is_compared_with_the_plan(controller, honest, written):

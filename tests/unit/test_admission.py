@@ -6,12 +6,13 @@ import dataclasses
 import os
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
 from weft.core.version import MAX_STEP
-from weft.errors import LayoutError, ProtocolError, WeftError
-from weft.runtime.compile.member_plans import Opening
+from weft.errors import LayoutError, ProtocolError
+from weft.runtime.compile.member_plans import Opening, Owed
 from weft.runtime.control.held import HeldShard, HeldTable
 from weft.runtime.control.member_id import MemberId
 from weft.runtime.control.messages import (
@@ -27,9 +28,9 @@ from weft.runtime.control.messages import (
     Paused,
     Ready,
     Want,
-    WriteReport,
     Written,
 )
+from weft.runtime.control.write_reports import WriteReport, WriteReports
 from weft.runtime.controller.admission import (
     check_committed,
     check_join,
@@ -66,7 +67,7 @@ def join(side: str = "engine", held: list[HeldShard] | None = None, **facts: Any
         ("trainer", Committed(version=1)),
         ("trainer", Paused(version=1)),
         ("engine", Want(version=1)),
-        ("engine", Written(version=1, parts=[], losses=[])),
+        ("engine", Written(version=1, reports=WriteReports(), losses=[])),
     ],
 )
 def test_each_side_has_its_messages(side, message):
@@ -214,39 +215,49 @@ def test_trainers_listen_where_others_can_connect(has_keys, good, bad):
         check_magnitudes(3, server(bad), is_asked=True, has_keys=has_keys)
 
 
-def part(**changes: Any) -> WriteReport:
-    return WriteReport(**({"trainer": 0, "engine": 1, "num_bytes": 64, "digest": 5} | changes))
+def written(*reports: WriteReport, **others: Any) -> Written:
+    return Written(**({"version": 1, "reports": WriteReports.of(reports), "losses": []} | others))
+
+
+RIGHT = WriteReport(peer=1, num_bytes=64, digest=5)
+OWED = Owed.of([1], [64])
 
 
 @pytest.mark.parametrize(
-    ("parts", "losses"),
+    "wrong",
     [
-        ([part(trainer=1)], []),
-        ([part(engine=7)], []),
-        ([part(), part()], []),
-        ([part()], [Loss(engine=1, reason="")]),
-        ([], [Loss(engine=9, reason="")]),
-        ([part(num_bytes=63)], []),
-        ([part(num_bytes=-1)], []),
-        ([part(digest=2**64)], []),
+        written(RIGHT._replace(peer=7)),
+        written(RIGHT, RIGHT),
+        written(RIGHT, losses=[Loss(engine=1, reason="")]),
+        written(losses=[Loss(engine=9, reason="")]),
+        written(RIGHT._replace(num_bytes=63)),
+        written(RIGHT._replace(num_bytes=-1)),
+        written(RIGHT, late_s=float("inf")),
+        written(reports=msgspec.structs.replace(WriteReports.of([RIGHT]), digests=b"")),
+        written(reports=msgspec.structs.replace(WriteReports.of([RIGHT]), seconds=b"12345678" * 2)),
+        written(reports=msgspec.structs.replace(WriteReports.of([RIGHT]), num_bytes=b"")),
+        written(reports=msgspec.structs.replace(WriteReports.of([RIGHT]), peers=b"1", digests=b"1", seconds=b"1")),
+        written(reports=msgspec.structs.replace(WriteReports.of([RIGHT]), sizes={7: (64,)})),
     ],
 )
-def test_a_trainer_speaks_of_what_it_was_told_to_write(parts, losses):
-    check_written(0, Written(version=1, parts=[part()], losses=[]), {0, 1}, {1: 64})
-    check_written(0, Written(version=1, parts=[], losses=[Loss(engine=1, reason="")]), {0, 1}, {1: 64})
-    with pytest.raises(WeftError):
-        check_written(0, Written(version=1, parts=parts, losses=losses), {0, 1}, {1: 64})
+def test_a_trainer_speaks_of_what_it_was_told_to_write(wrong):
+    check_written(0, written(RIGHT), {0, 1}, OWED)
+    check_written(0, written(losses=[Loss(engine=1, reason="")]), {0, 1}, OWED)
+    with pytest.raises(ProtocolError, match=r"trainer 0|were reported for"):
+        check_written(0, wrong, {0, 1}, OWED)
+    with pytest.raises(ProtocolError, match="expected a subset"):
+        check_written(0, written(RIGHT), {0}, OWED)  # an engine rank that was dropped
 
 
 def test_whole_versions_are_asked_for_only_where_patches_are_sent():
     """In a dense version, or in the second round, there is nothing else: what would be written again is not there."""
-    asked = Written(version=1, parts=[], losses=[], whole=[1])
+    asked = written(whole=[1])
     check_written(0, asked, {0, 1}, None)
     with pytest.raises(ProtocolError, match="trainer 0 wants to write whole versions"):
-        check_written(0, asked, {0, 1}, {1: 64})
+        check_written(0, asked, {0, 1}, OWED)
     for wrong in ([7], [1, 1]):
         with pytest.raises(ProtocolError, match="expected a subset of"):
-            check_written(0, Written(version=1, parts=[], losses=[], whole=wrong), {0, 1}, None)
+            check_written(0, written(whole=wrong), {0, 1}, None)
 
 
 def arrived(trainer: int = 0, num_bytes: int = 8, seconds: float = 0.1) -> ArrivalReport:

@@ -135,7 +135,7 @@ def test_a_lost_engine_is_named(pair):
 
 def test_a_defect_while_sending_reaches_the_waiting_trainer(pair, monkeypatch):
     commit(pair, 1)
-    monkeypatch.setattr(pair.sender, "_report", lambda version, sent: 1 // 0)
+    monkeypatch.setattr(pair.sender, "_report", lambda *_, **__: 1 // 0)
     with pytest.raises(WeftError, match="ZeroDivisionError"):
         pair.sender.publish(version=2).wait_committed(SOON_S)
 

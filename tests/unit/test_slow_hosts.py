@@ -15,8 +15,9 @@ from weft.core.planner import make_plan
 from weft.core.plans.bound import balance
 from weft.core.topology import load_topology, place_members, topology_from_mapping
 from weft.errors import ConfigError
-from weft.runtime.control.messages import WriteReport
+from weft.runtime.control.write_reports import WriteReport, WriteReports
 from weft.runtime.controller.slow_hosts import NUM_VERSIONS, HostRates, differ
+from weft.runtime.controller.written_links import WrittenLinks
 from weft.sim.simulator import simulate
 
 TRAINERS = {0: "a", 1: "b", 2: "c", 3: "d"}
@@ -24,30 +25,25 @@ ENGINES = {0: "e", 1: "f", 2: "g"}
 NUM_BYTES = 10_000_000
 
 
-def reports(seconds: dict[tuple[int, int], float], default: float = 1.0) -> list[WriteReport]:
+def links(seconds: dict[tuple[int, int], float], default: float = 1.0) -> WrittenLinks:
     """A version in which every trainer wrote as much to every engine."""
-    return [
-        WriteReport(
-            trainer=trainer,
-            engine=engine,
-            num_bytes=NUM_BYTES,
-            digest=0,
-            seconds=seconds.get((trainer, engine), default),
-        )
-        for trainer in TRAINERS
-        for engine in ENGINES
-    ]
+    reported = []
+    for trainer in TRAINERS:
+        took = {engine: seconds.get((trainer, engine), default) for engine in ENGINES}
+        written = (WriteReport(engine, NUM_BYTES, 0, seconds=took_s) for engine, took_s in took.items())
+        reported.append((trainer, WriteReports.of(written)))
+    return WrittenLinks.of(reported)
 
 
-def rates_after(*versions: list[WriteReport]) -> HostRates:
+def rates_after(*versions: WrittenLinks) -> HostRates:
     rates = HostRates()
-    for parts in versions:
-        rates.add(parts, trainers=TRAINERS, engines=ENGINES)
+    for written in versions:
+        rates.add(written, trainers=TRAINERS, engines=ENGINES)
     return rates
 
 
-def from_trainer(rank: int, seconds: float) -> list[WriteReport]:
-    return reports({(rank, engine): seconds for engine in ENGINES})
+def from_trainer(rank: int, seconds: float) -> WrittenLinks:
+    return links({(rank, engine): seconds for engine in ENGINES})
 
 
 def test_a_slow_sender_is_found_and_no_receiver_is_blamed():
@@ -55,21 +51,21 @@ def test_a_slow_sender_is_found_and_no_receiver_is_blamed():
 
 
 def test_a_slow_receiver_is_found_and_no_sender_is_blamed():
-    version = reports({(trainer, 1): 5.0 for trainer in TRAINERS})
+    version = links({(trainer, 1): 5.0 for trainer in TRAINERS})
     assert rates_after(*[version] * NUM_VERSIONS).slow_hosts({}) == {"f": pytest.approx(0.2)}
 
 
 def test_hosts_are_judged_by_several_versions():
     assert rates_after(*[from_trainer(2, 10.0)] * (NUM_VERSIONS - 1)).slow_hosts({}) == {}
-    once = [reports({}), from_trainer(2, 10.0), reports({})]
+    once = [links({}), from_trainer(2, 10.0), links({})]
     assert rates_after(*once).slow_hosts({}) == {}
 
 
 def test_what_was_known_stands_until_it_is_measured_again():
-    rates = rates_after(reports({}))
+    rates = rates_after(links({}))
     assert rates.slow_hosts({"c": 0.1}) == {"c": 0.1}
     for _ in range(NUM_VERSIONS):
-        rates.add(reports({}), trainers=TRAINERS, engines=ENGINES)
+        rates.add(links({}), trainers=TRAINERS, engines=ENGINES)
     assert rates.slow_hosts({"c": 0.1}) == {}
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 
 from weft.runtime.control.member_id import MemberId
-from weft.runtime.control.messages import ArrivalReport, Committed, Decide, Want, WriteReport, Written
+from weft.runtime.control.messages import ArrivalReport, Committed, Decide, Want, Written
+from weft.runtime.control.write_reports import WriteReport, WriteReports
 from weft.runtime.controller.journal import Journal
 from weft.runtime.controller.timeline import Timelines
 
@@ -13,8 +14,8 @@ TRAINER = MemberId.trainer(0)
 
 
 def written(*sizes: tuple[int, int]) -> Written:
-    parts = [WriteReport(trainer=0, engine=engine, num_bytes=size, digest=0, seconds=0.5) for engine, size in sizes]
-    return Written(version=7, parts=parts, losses=[])
+    reports = WriteReports.of(WriteReport(engine, size, 0, seconds=0.5) for engine, size in sizes)
+    return Written(version=7, reports=reports, losses=[])
 
 
 def test_a_link_that_was_written_twice_has_what_arrived(tmp_path):

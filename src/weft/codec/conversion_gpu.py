@@ -210,12 +210,14 @@ class GpuConverter:
     def _raise_if_wild(self, grids: Sequence[int], counts: torch.Tensor) -> None:
         """Raise, naming the tensor, if a number of these grids is not finite. It may belong to an earlier chunk, whose
         own wait has raised. Either way the count starts again, and the version has failed.
+
+        They are counted once more by themselves: another thread may have begun the next chunk, which counts them, too.
         """
         with self._work.queue():
-            counts.zero_()
+            found = torch.zeros_like(counts)
             for width, table in self._search(np.arange(self.spread.num_blocks), grids).tiles:
-                fp8_kernels.add_amax(table, self._amax, counts, width=width)
-            wild = counts[1:].tolist()
+                fp8_kernels.add_amax(table, self._amax, found, width=width)
+            wild = found[1:].tolist()
             counts.zero_()
         for number in np.flatnonzero(wild)[:1].tolist():
             raise CodecError(

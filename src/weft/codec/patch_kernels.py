@@ -22,9 +22,11 @@ from numpy.typing import NDArray
 from weft.codec import delta
 from weft.codec.delta import BLOCK, DENSE, GROUPS, HEADER_BYTES, ImageRows
 from weft.codec.image import Section
+from weft.codec.kept_kernels import GATHER_WORDS, claim_undo, find_gathered_bits, new_values, source_of, update_changed
 
 WORDS = BLOCK // 32
 ENCODE_TILE, ENCODE_WARPS = 256, 4
+UPDATE_TILE = 128
 APPLY_WARPS = 4
 _ELEMENTS = {1: tl.uint8, 2: tl.int16, 4: tl.int32}
 
@@ -47,29 +49,146 @@ def _encode_kernel(  # type: ignore[no-untyped-def]
     program = tl.program_id(0)
     section = sections + tl.load(section_of + program) * 6
     block = program - tl.load(section)
-    num_elements = tl.load(section + 1)
-    now = tl.load(section + 2).to(tl.pointer_type(ELEMENT))
-    old = tl.load(section + 3).to(tl.pointer_type(ELEMENT))
-    state += 2 * tl.load(section + 5)
-    patch = tl.load(section + 4).to(tl.pointer_type(tl.uint8)) + tl.load(state)
-    table = (patch + HEADER).to(tl.pointer_type(tl.int64))
-    first_record = HEADER + (num_elements + WORDS * 32 - 1) // (WORDS * 32) * 8
-    first = block * (WORDS * 32)
-    elements = tl.minimum(num_elements - first, WORDS * 32).to(tl.int32)
-    now += first
-    old += first
+    now = tl.load(section + 2).to(tl.pointer_type(ELEMENT)) + block * (WORDS * 32)
+    old = tl.load(section + 3).to(tl.pointer_type(ELEMENT)) + block * (WORDS * 32)
+    elements = _num_elements(section, block, WORDS)
     scratch += program.to(tl.int64) * WORDS
     if elements == WORDS * 32:
         _find_bits(now, old, scratch, WIDTH, WORDS, TILE, IS_ALIGNED)
     else:
         _find_bits_at_end(now, old, elements, scratch, WORDS, TILE)
+    _write_block(
+        section,
+        block,
+        now,
+        sections,
+        1,
+        old,
+        elements,
+        state,
+        scratch,
+        sections,
+        sections,
+        sections,
+        0,
+        WIDTH,
+        WORDS,
+        TILE,
+        DENSE,
+        HEADER,
+        IS_GATHERED=False,
+        IS_KEPT=False,
+    )
+
+
+@triton.jit(do_not_specialize=["undo_bytes"])
+def _update_kernel(  # type: ignore[no-untyped-def]
+    sections,
+    blocks,
+    sources,
+    pieces,
+    state,
+    scratch,
+    entries,
+    undo,
+    undo_used,
+    undo_bytes,
+    ELEMENT: tl.constexpr,
+    WIDTH: tl.constexpr,
+    WORDS: tl.constexpr,
+    TILE: tl.constexpr,
+    DENSE: tl.constexpr,
+    HEADER: tl.constexpr,
+    IS_GATHERED: tl.constexpr,
+):
+    """The same for a block of the weights themselves and the image that is kept, which is brought up to date."""
+    program = tl.program_id(0)
+    which = tl.load(blocks + program)
+    section = sections + (which & 0xFFFFFFFF) * 6
+    block = which >> 32
+    source = tl.load(sources + program)
+    old = tl.load(section + 3).to(tl.pointer_type(ELEMENT)) + block * (WORDS * 32)
+    elements = _num_elements(section, block, WORDS)
+    scratch += program.to(tl.int64) * WORDS
+    now = old
+    num_pieces = 1
+    if IS_GATHERED:
+        pieces += (source & 0xFFFFFFFF) * 4
+        num_pieces = (source >> 32).to(tl.int32)
+        find_gathered_bits(pieces, num_pieces, old, elements, scratch, WIDTH, WORDS, GATHER_WORDS)
+    else:
+        now = source.to(tl.pointer_type(ELEMENT))
+        if elements == WORDS * 32:
+            _find_bits(now, old, scratch, WIDTH, WORDS, TILE, True)
+        else:
+            _find_bits_at_end(now, old, elements, scratch, WORDS, TILE)
+    _write_block(
+        section,
+        block,
+        now,
+        pieces,
+        num_pieces,
+        old,
+        elements,
+        state,
+        scratch,
+        entries,
+        undo,
+        undo_used,
+        undo_bytes,
+        WIDTH,
+        WORDS,
+        TILE,
+        DENSE,
+        HEADER,
+        IS_GATHERED,
+        IS_KEPT=True,
+    )
+
+
+@triton.jit
+def _num_elements(section, block, WORDS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Elements of a block."""
+    return tl.minimum(tl.load(section + 1) - block * (WORDS * 32), WORDS * 32).to(tl.int32)
+
+
+@triton.jit
+def _write_block(  # type: ignore[no-untyped-def]
+    section,
+    block,
+    now,
+    pieces,
+    num_pieces,
+    old,
+    elements,
+    state,
+    scratch,
+    entries,
+    undo,
+    undo_used,
+    undo_bytes,
+    WIDTH: tl.constexpr,
+    WORDS: tl.constexpr,
+    TILE: tl.constexpr,
+    DENSE: tl.constexpr,
+    HEADER: tl.constexpr,
+    IS_GATHERED: tl.constexpr,
+    IS_KEPT: tl.constexpr,
+):
+    """The record of a block whose bits are known; of a kept image, what undoes it, and then the new elements."""
+    state += 2 * tl.load(section + 5)
+    patch = tl.load(section + 4).to(tl.pointer_type(tl.uint8)) + tl.load(state)
+    table = (patch + HEADER).to(tl.pointer_type(tl.int64))
+    first_record = HEADER + (tl.load(section + 1) + WORDS * 32 - 1) // (WORDS * 32) * 8
     tl.debug_barrier()
     word = tl.arange(0, WORDS)
     bits = tl.load(scratch + word)
     count = _popcount(bits)
     changes = tl.sum(count, 0)
     group_counts = tl.sum(tl.reshape(count, (WORDS // 8, 8)), axis=1)
-    wide_count = _count_wide(now, old, bits, count, WORDS) if WIDTH == 2 else tl.zeros((WORDS,), tl.int32)
+    wide_count = tl.zeros((WORDS,), tl.int32)
+    if WIDTH == 2:
+        wide_count = _count_wide(now, pieces, num_pieces, old, bits, count, WORDS, IS_GATHERED)
     escapes = tl.sum(wide_count, 0)
 
     VALUE: tl.constexpr = 4 if WIDTH == 4 else 1
@@ -84,12 +203,34 @@ def _encode_kernel(  # type: ignore[no-untyped-def]
     record = patch + offset
     if size > 0:
         tl.store(record + size - 4 + tl.arange(0, 4), tl.zeros((4,), tl.uint8))  # padding
+    num_undone = 0
+    if IS_KEPT:
+        entries += tl.load(section + 2) + block
+        undo, num_undone = claim_undo(entries, undo, undo_used, undo_bytes, changes, elements, dense, WIDTH)
     tl.debug_barrier()
     if dense:
-        _write_dense(now, elements, record, WORDS, TILE)
+        _write_dense(
+            now, pieces, num_pieces, old, elements, record, undo, num_undone, WORDS, TILE, IS_GATHERED, IS_KEPT
+        )
     elif changes > 0:
         tl.store(record + tl.arange(0, WORDS // 8), group_counts.to(tl.uint8))
-        _write_changes(now, old, bits, count, wide_count, changes, record + WORDS // 8, WIDTH, WORDS)
+        _write_changes(
+            now,
+            pieces,
+            num_pieces,
+            old,
+            bits,
+            count,
+            wide_count,
+            changes,
+            record + WORDS // 8,
+            undo,
+            num_undone,
+            WIDTH,
+            WORDS,
+            IS_GATHERED,
+            IS_KEPT,
+        )
 
 
 @triton.jit
@@ -138,32 +279,69 @@ def _find_bits_at_end(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _count_wide(now, old, bits, count, WORDS: tl.constexpr):  # type: ignore[no-untyped-def]
+def _count_wide(  # type: ignore[no-untyped-def]
+    now, pieces, num_pieces, old, bits, count, WORDS: tl.constexpr, IS_GATHERED: tl.constexpr
+):
     """How many changes of each word of 16-bit elements are too large for a byte."""
     found = tl.zeros((WORDS,), tl.int32)
     word = tl.arange(0, WORDS)
     for _ in range(0, tl.max(count, 0)):
         there = bits != 0
         at = word * 32 + _popcount((bits & -bits) - 1)
-        step = tl.load(now + at, mask=there, other=0) - tl.load(old + at, mask=there, other=0)
+        new = tl.load(source_of(now, pieces, num_pieces, at, IS_GATHERED), mask=there, other=0)
+        step = new - tl.load(old + at, mask=there, other=0)
         found += ((step < -127) | (step > 127)).to(tl.int32)
         bits = bits & (bits - 1)
     return found
 
 
 @triton.jit
-def _write_dense(now, elements, record, WORDS: tl.constexpr, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The elements of a block, verbatim."""
-    raw = record.to(tl.pointer_type(now.dtype.element_ty))
+def _write_dense(  # type: ignore[no-untyped-def]
+    now,
+    pieces,
+    num_pieces,
+    old,
+    elements,
+    record,
+    undo,
+    num_undone,
+    WORDS: tl.constexpr,
+    TILE: tl.constexpr,
+    IS_GATHERED: tl.constexpr,
+    IS_KEPT: tl.constexpr,
+):
+    """The elements of a block, verbatim; in gaps of the weights, those of the image."""
+    raw = record.to(tl.pointer_type(old.dtype.element_ty))
     lane = tl.arange(0, TILE * 32)
     for begin in range(0, elements, TILE * 32):
-        inside = begin + lane < elements
-        tl.store(raw + begin + lane, tl.load(now + begin + lane, mask=inside, other=0), mask=inside)
+        at = begin + lane
+        inside = at < elements
+        value = tl.load(old + at, mask=inside, other=0) if IS_KEPT else tl.load(now + at, mask=inside, other=0)
+        if IS_KEPT:
+            kept = undo.to(tl.pointer_type(old.dtype.element_ty))
+            tl.store(kept + at, value, mask=inside & (at < num_undone))
+            value = new_values(now, pieces, num_pieces, at, inside, value, IS_GATHERED)
+            tl.store(old + at, value, mask=inside)
+        tl.store(raw + at, value, mask=inside)
 
 
 @triton.jit
 def _write_changes(  # type: ignore[no-untyped-def]
-    now, old, bits, count, wide_count, changes, places, WIDTH: tl.constexpr, WORDS: tl.constexpr
+    now,
+    pieces,
+    num_pieces,
+    old,
+    bits,
+    count,
+    wide_count,
+    changes,
+    places,
+    undo,
+    num_undone,
+    WIDTH: tl.constexpr,
+    WORDS: tl.constexpr,
+    IS_GATHERED: tl.constexpr,
+    IS_KEPT: tl.constexpr,
 ):
     """Places and values: the first change of every word, then the second, and so on."""
     VALUE: tl.constexpr = 4 if WIDTH == 4 else 1
@@ -176,7 +354,7 @@ def _write_changes(  # type: ignore[no-untyped-def]
         there = bits != 0
         at = word * 32 + _popcount((bits & -bits) - 1)
         tl.store(places + rank, (at % 256).to(tl.uint8), mask=there)
-        value = tl.load(now + at, mask=there, other=0)
+        value = tl.load(source_of(now, pieces, num_pieces, at, IS_GATHERED), mask=there, other=0)
         if WIDTH == 1:
             tl.store(values + rank, value, mask=there)
         elif WIDTH == 4:
@@ -188,6 +366,8 @@ def _write_changes(  # type: ignore[no-untyped-def]
             tl.store(values + rank, tl.where(escape, 128, step & 0xFF).to(tl.uint8), mask=there)
             tl.store(wide + wide_rank, value, mask=escape)
             wide_rank += escape.to(tl.int32)
+        if IS_KEPT:
+            update_changed(old, at, value, there, undo, rank, changes, num_undone)
         rank += there.to(tl.int32)
         bits = bits & (bits - 1)
 
@@ -474,7 +654,62 @@ def encode(
             IS_ALIGNED=is_aligned,
             num_warps=ENCODE_WARPS,
         )
-    words = delta.header_bytes(blocks.width, 0, 0, base, version).view(np.int64).tolist()
+    finish(blocks.width, table, state, base=base, version=version)
+
+
+@dataclass(frozen=True, slots=True)
+class KeptBlocks:
+    """Blocks of a kept image, of elements of one size, and where their elements are in the weights; on the device."""
+
+    width: int
+    blocks: torch.Tensor
+    """A section's row, and which of its blocks (upper half)."""
+    sources: torch.Tensor
+    """Where each block begins in the weights; or its first piece, and how many it has (upper half)."""
+    pieces: torch.Tensor | None
+    """See `kept_pieces`; None: every block lies in one piece."""
+
+
+def update(
+    blocks: KeptBlocks,
+    table: torch.Tensor,
+    state: torch.Tensor,
+    entries: torch.Tensor,
+    undo: torch.Tensor,
+    undo_used: torch.Tensor,
+) -> None:
+    """Queue the records of patches from a kept image to the weights, and bring it up to date.
+
+    `table` as for `encode`, with the number of a section's first block in `entries` instead of a new image's address.
+    Patches are complete after `finish`.
+    """
+    count = len(blocks.blocks)
+    scratch = torch.empty(WORDS * count, dtype=torch.int32, device=state.device)
+    _update_kernel[(count,)](
+        table,
+        blocks.blocks,
+        blocks.sources,
+        blocks.sources if blocks.pieces is None else blocks.pieces,
+        state,
+        scratch,
+        entries,
+        undo,
+        undo_used,
+        len(undo),
+        ELEMENT=_ELEMENTS[blocks.width],
+        WIDTH=blocks.width,
+        WORDS=WORDS,
+        TILE=UPDATE_TILE,
+        DENSE=DENSE,
+        HEADER=HEADER_BYTES,
+        IS_GATHERED=blocks.pieces is not None,
+        num_warps=ENCODE_WARPS,
+    )
+
+
+def finish(width: int, table: torch.Tensor, state: torch.Tensor, *, base: int, version: int) -> None:
+    """Queue the headers of patches whose records are written."""
+    words = delta.header_bytes(width, 0, 0, base, version).view(np.int64).tolist()
     _finish_kernel[(len(table),)](table, state, words[0], words[3], words[4], BLOCK=BLOCK, HEADER=HEADER_BYTES)
 
 

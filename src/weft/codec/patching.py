@@ -8,8 +8,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
+from weft.codec import delta
+from weft.codec.conversion import ChunkFill
 from weft.codec.delta import ImageRows
-from weft.codec.image import ImageLayout
+from weft.codec.image import ImageLayout, padded
+from weft.core.geometry.planes import Planes
 from weft.devices import CPU
 from weft.errors import CodecError
 
@@ -38,6 +41,28 @@ class PatchedImage(NamedTuple):
     """Where the bytes of each section are."""
 
 
+class KeptChunk(NamedTuple):
+    """A Chunk of weights that are copied unchanged, and its image."""
+
+    layout: ImageLayout
+    planes: Planes
+    """Where the weights are; destinations are relative to the beginning of the image."""
+    image: int
+
+
+class KeptImage(Protocol):
+    """What engines hold: one image, which is brought up to date by the pass that makes the patches."""
+
+    def begin(self) -> None:
+        """Begin a version: what the image is now can be restored."""
+
+    def update(self, chunks: Sequence[int], outs: Sequence[int], *, base: int, version: int) -> Sizes:
+        """Bring Chunks up to date with the weights, and make their patches; or start to."""
+
+    def restore(self) -> bool:
+        """Undo what has changed since `begin`; False if there were too many changes, and the image is not valid."""
+
+
 class Patcher(Protocol):
     """Patches on one device. Addresses are in its memory."""
 
@@ -47,6 +72,11 @@ class Patcher(Protocol):
 
     def encode(self, images: Sequence[ImagePair], *, base: int, version: int) -> Sizes:
         """Make the patches of images, or start to."""
+
+    def kept_image(
+        self, layouts: Sequence[ImageLayout], fills: Sequence[ChunkFill], images: Sequence[int], *, undo_bytes: int
+    ) -> KeptImage | None:
+        """Keep one image of Chunks, at these addresses, and an undo list; None where two have to alternate."""
 
     def check(self, images: Sequence[PatchedImage], *, base: int | None, version: int) -> list[CodecError | None]:
         """What is wrong with the patches of each image; None where they are valid patches of version `base`."""
@@ -68,6 +98,11 @@ class CpuPatcher:
         ]
         return lambda: sizes
 
+    def kept_image(
+        self, layouts: Sequence[ImageLayout], fills: Sequence[ChunkFill], images: Sequence[int], *, undo_bytes: int
+    ) -> None:
+        """Two images alternate."""
+
     def check(self, images: Sequence[PatchedImage], *, base: int | None, version: int) -> list[CodecError | None]:
         """See ImageLayout."""
         found: list[CodecError | None] = []
@@ -83,6 +118,13 @@ class CpuPatcher:
         """See ImageLayout."""
         for image in images:
             image.layout.apply(image.patches, image.num_bytes, image.rows)
+
+
+def check_room(layout: ImageLayout, capacity: int) -> None:
+    """Raise CodecError if the patches of an image may be too large for their place."""
+    most = sum(padded(delta.max_bytes(part.num_elements, part.width)) for part in layout.sections)
+    if most > capacity:
+        raise CodecError(f"patches of {most} bytes may not fit into {capacity}")
 
 
 def patcher_for(device: str) -> Patcher:

@@ -14,10 +14,13 @@ import torch
 from numpy.typing import NDArray
 
 from weft.codec import delta, patch_kernels
+from weft.codec.conversion import ChunkFill
 from weft.codec.delta import HEADER_BYTES, NO_BASE
 from weft.codec.image import ImageLayout, Section, padded
+from weft.codec.kept_image_gpu import GpuKeptImage
+from weft.codec.kept_pieces import is_copied
 from weft.codec.patch_kernels import Blocks, DeviceRows
-from weft.codec.patching import ImagePair, PatchedImage, Sizes
+from weft.codec.patching import ImagePair, KeptChunk, PatchedImage, Sizes, check_room
 from weft.errors import CodecError
 from weft.gpu import GpuWork
 
@@ -87,14 +90,24 @@ class GpuPatcher:
         key = tuple(images)
         if key not in self._sections:
             for image in images:
-                _check_room(image)
+                check_room(image.layout, image.capacity)
             rows = [_section_rows(images, parts) for parts in tables.parts]
             self._sections[key] = [(self._work.upload(each), not (each[:, 2:4] % ALIGN).any()) for each in rows]
         return self._sections[key]
 
+    def kept_image(
+        self, layouts: Sequence[ImageLayout], fills: Sequence[ChunkFill], images: Sequence[int], *, undo_bytes: int
+    ) -> GpuKeptImage | None:
+        """One image, unless something is converted."""
+        if not all(is_copied(layout, fill) for layout, fill in zip(layouts, fills, strict=True)):
+            return None
+        planes = [fill.planes for fill in fills]
+        chunks = [KeptChunk(*chunk) for chunk in zip(layouts, planes, images, strict=True)]
+        return GpuKeptImage(self._work, chunks, undo_bytes=undo_bytes)
+
     def _anchor(self, image: ImagePair, version: int) -> int:
         """All blocks dense: headers, tables, and the bytes verbatim."""
-        _check_room(image)
+        check_room(image.layout, image.capacity)
         done, room = 0, self._work.view(image.out, image.capacity)
         with self._work.stream():
             for part in image.layout.sections:
@@ -170,13 +183,6 @@ class GpuPatcher:
             rows = [DeviceRows.of(sections, self._work.device) for sections in numbers]
             self._rows = tuple(images), rows
         return rows
-
-
-def _check_room(image: ImagePair) -> None:
-    """Raise CodecError if the patches of an image may be too large for their place."""
-    most = sum(padded(delta.max_bytes(part.num_elements, part.width)) for part in image.layout.sections)
-    if most > image.capacity:
-        raise CodecError(f"patches of {most} bytes may not fit into {image.capacity}")
 
 
 def _section_rows(images: Sequence[ImagePair], parts: Sequence[tuple[int, int, Section]]) -> NDArray[np.int64]:

@@ -103,6 +103,11 @@ class VersionLedger:
         return self._open.version if self._open else None
 
     @property
+    def num_ready(self) -> int:
+        """Engine ranks that hold the version being transferred."""
+        return len(self._open.ready) if self._open else 0
+
+    @property
     def engines(self) -> tuple[int, ...]:
         """Engines that are still members."""
         return tuple(sorted(self._engines))

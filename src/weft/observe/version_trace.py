@@ -17,7 +17,8 @@ from weft.observe.why import explain
 _PHASES = {
     "trainer": (
         ("Want", "Go", "wait for its turn"),
-        ("Go", "Written", "send"),
+        ("Go", "Published", "wait until it is published"),
+        ("Published", "Written", "send"),
         ("Written", "Decide", "wait for the decision"),
     ),
     "engine": (
@@ -52,7 +53,7 @@ def version_spans(record: Mapping[str, Any], *, at_s: float = 0.0) -> list[Event
     members = _by_member(record)
     for member, moments in members.items():
         for first, last, what in _PHASES[member.partition(" ")[0]]:
-            if first in moments and moments.get(last, -1.0) >= moments[first]:
+            if first in moments and moments.get(last, -1.0) > moments[first]:
                 span = at_s + moments[first], at_s + moments[last]
                 recorder.span(what, member=member, lane=what, start_s=span[0], end_s=span[1])
     for what, lane, ends in (("write", "to", record["writes"]), ("arrive", "from", record.get("arrivals", []))):
@@ -79,8 +80,11 @@ def _reported(moments: Mapping[str, float], what: str) -> float | None:
 
 
 def _by_member(record: Mapping[str, Any]) -> dict[str, dict[str, float]]:
-    """When each member last said, or was told, each kind of message."""
+    """When each member last said, or was told, each kind of message, and when trainers published, or could write."""
     found: dict[str, dict[str, float]] = {}
     for moment, kind, member in record["moments"]:
         found.setdefault(member, {})[kind] = float(moment)
+    for moments in found.values():
+        if "Go" in moments:  # most trainers have published before they are told to write
+            moments.setdefault("Published", moments["Go"])
     return found

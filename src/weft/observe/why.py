@@ -110,13 +110,17 @@ class _Chain:
             self._at = moment
 
     def _until_written(self, trainer: str) -> None:
-        self._reach(self._last["Want"].get(trainer, 0.0), f"{trainer} had not published yet", trainer)
         self._until_told(trainer)
+        self._reach(self._published(trainer), f"{trainer} had not published yet", trainer)
         what = self._doing(trainer)
         self._reach(self._last["Written"][trainer], f"{trainer} {what}", trainer)
 
+    def _published(self, trainer: str) -> float:
+        """When a trainer had published, if that was after it was told to write."""
+        return self._last.get("Published", {}).get(trainer, 0.0)
+
     def _until_told(self, trainer: str) -> None:
-        """From a trainer's wish until it was told to write."""
+        """From the first trainer's wish until one was told to write."""
         expected = self._first.get("Expect", self._at)
         self._reach(expected, "the previous version or a plan was not finished", "controller")
         paused = self._last.get("Paused", {})

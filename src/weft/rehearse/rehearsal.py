@@ -28,7 +28,7 @@ VERSION_S = 600.0
 IDLE_S = 2.0
 LOOK_S = 0.02
 SILENCE_S = 5.0
-SHARING_S = 0.1
+SHARING_S = 0.2
 """Longer silence that each member is allowed because all share this machine; the controller is not."""
 
 

@@ -28,6 +28,11 @@ class NetworkCard:
     gbps: float
 
 
+def rdma_cards(sysfs: Path = SYSFS) -> tuple[str, ...]:
+    """Names of the RDMA cards of this host, as far as this process sees them."""
+    return tuple(sorted(entry.name for entry in _entries(sysfs / "infiniband")))
+
+
 def network_cards(sysfs: Path = SYSFS) -> list[NetworkCard]:
     """The cards whose rate is known."""
     return _rdma_cards(sysfs / "infiniband") or _ethernet_cards(sysfs / "net")

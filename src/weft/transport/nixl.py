@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import importlib
 import logging
+import os
 import threading
 import time
 import uuid
 import weakref
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -41,9 +42,15 @@ from weft.transport.base import (
     digest_of,
 )
 from weft.transport.capabilities import CAPABILITIES
+from weft.transport.network_cards import rdma_cards
 
 PIECE_BYTES = {"cpu": 4 << 20, "cuda": 2 << 30}
 """Largest descriptor: a CPU copies pieces in parallel; a GPU is fastest with few large ones."""
+RAIL_BYTES = 2 << 10
+"""Smallest part of a row for each of several network cards, over TCP. UCX puts shorter rows on the first card only;
+with its default these are rows of 4 KB, as engine ranks get them from matrices that are cut by columns. RDMA cards,
+which have not been tried, keep UCX's default."""
+_RAIL_VARIABLE = "UCX_MIN_RMA_CHUNK_SIZE"
 PROGRESS_PAUSE_US = 1000
 SHORTEST_LOOK_S, LONGEST_LOOK_S = 2e-5, 1e-3
 WRITE_DEADLINE_S = 200.0
@@ -144,8 +151,10 @@ class _Write:
     cancelled: threading.Event
     future: Future[WriteResult] = field(default_factory=Future)
     began_at: float = field(default_factory=time.monotonic)
-    digest: int | None = None
     given_up_at: float | None = None
+    digest: Future[int] | None = None
+    """Of what is written, found while the bytes travel."""
+    is_written: bool = False
 
 
 class NixlTransport(Transport[_Peer]):
@@ -176,8 +185,11 @@ class NixlTransport(Transport[_Peer]):
         self._errors = bindings
         self._agent_name = f"{member} {uuid.uuid4().hex}"
         parameters = {"num_threads": str(num_threads if is_near else 0), "split_batch_size": "16"}
-        if devices:
-            parameters["engine_config"] = f"NET_DEVICES={devices}"
+        of_ucx = [f"NET_DEVICES={devices}"] if devices else []
+        if not (is_near or rdma_cards() or _RAIL_VARIABLE in os.environ):
+            of_ucx.append(f"{_RAIL_VARIABLE.removeprefix('UCX_')}={RAIL_BYTES}")
+        if of_ucx:
+            parameters["engine_config"] = ",".join(of_ucx)
         self._agent = _make_agent(api, self._agent_name, parameters)
         self._lists: dict[tuple[int, int], _Registered | None] = {}
         """What is registered with NIXL; None: registered as a part of another range."""
@@ -190,6 +202,7 @@ class NixlTransport(Transport[_Peer]):
         self._under_way: list[_Write] = []
         self._watcher = ThreadPoolExecutor(max_workers=1, thread_name_prefix="weft-nixl-watch")
         """Looks at writes while the next ones are posted."""
+        self._digester = ThreadPoolExecutor(max_workers=1, thread_name_prefix="weft-nixl-digest")
         self._transfers: weakref.WeakSet[_PreparedTransfer] = weakref.WeakSet()
 
     @property
@@ -346,8 +359,8 @@ class NixlTransport(Transport[_Peer]):
         return _Write(batch, cancelled)
 
     def _finish_writes(self) -> None:
-        super()._finish_writes()
-        self._watcher.shutdown(wait=True)
+        for threads in (self._writer, self._digester, self._watcher):
+            threads.shutdown(wait=True)
 
     def _begin_all(self, writes: Sequence[_Write], tag: int) -> None:
         """Post writes; those that could be posted are watched from now on."""
@@ -357,6 +370,7 @@ class NixlTransport(Transport[_Peer]):
             except Exception as error:
                 write.future.set_exception(error)
             else:
+                write.digest = self._digester.submit(digest_of, write.batch, write.batch.work)
                 self._under_way.append(write)
         self._watcher.submit(self._watch)
 
@@ -390,33 +404,31 @@ class NixlTransport(Transport[_Peer]):
             time.sleep(max(look_s(now - moved_at), now - began))
 
     def _has_ended(self, write: _Write) -> bool:
-        """Look at one write, and digest it while its bytes travel; tells whoever waits for it how it ended."""
+        """Look at one write; tells whoever waits for it how it ended."""
+        assert write.digest is not None
         try:
-            result = self._result(write)
-        except TransportError as error:
-            write.future.set_exception(error)
-            return True
+            write.is_written = write.is_written or self._is_written(write)
+            if write.is_written and write.digest.done():
+                write.future.set_result(WriteResult(num_bytes=write.batch.num_bytes, digest=write.digest.result()))
         except Exception as error:
-            write.future.set_exception(self._failure(error, write.batch.peer))
-            return True
-        if result is not None:
-            write.future.set_result(result)
-        return result is not None
+            if not write.digest.cancel():
+                wait([write.digest])  # it reads the source, which may be freed once this is known to have failed
+            is_ours = isinstance(error, TransportError)
+            write.future.set_exception(error if is_ours else self._failure(error, write.batch.peer))
+        return write.future.done()
 
-    def _result(self, write: _Write) -> WriteResult | None:
-        """What a write has written; None while it is under way."""
+    def _is_written(self, write: _Write) -> bool:
+        """Whether all bytes of a write have arrived."""
         batch = write.batch
         self._check_whole(batch)
         state = self._agent.check_xfer_state(batch.transfer.handle)
-        if write.digest is None:
-            write.digest = digest_of(batch, batch.work)
         if state == "PROC":
             self._check_late(write)
-            return None
+            return False
         batch.transfer.is_posted = False
         if state != "DONE":
             raise TransportError(f"NIXL reports {state} for a write to {batch.peer}")
-        return WriteResult(num_bytes=batch.num_bytes, digest=write.digest)
+        return True
 
     def _check_late(self, write: _Write) -> None:
         """A write that was given up, or takes far too long, is stopped by tearing this side down."""

@@ -23,7 +23,7 @@ from weft.errors import ConfigError, TransportUnavailable
 from weft.transport.base import Transport
 from weft.transport.capabilities import CAPABILITIES
 from weft.transport.host import boot_id
-from weft.transport.network_cards import host_gbps
+from weft.transport.network_cards import host_gbps, rdma_cards
 
 _HOMES = {
     "shm": ("weft.transport.shm", "ShmTransport"),
@@ -82,17 +82,9 @@ def place_here(device: str = CPU, *, shareable: bool = True) -> Place:
         installed=tuple(name for name in NAMES if is_installed(name)),
         shareable=shareable,
         device_number=device_number(device, os.environ.get("CUDA_VISIBLE_DEVICES")),
-        nics=_nics(),
+        nics=rdma_cards(),
         nic_gbps=host_gbps(),
     )
-
-
-def _nics() -> tuple[str, ...]:
-    """Names of the RDMA cards of this host, as far as this process sees them."""
-    try:
-        return tuple(sorted(os.listdir("/sys/class/infiniband")))
-    except OSError:
-        return ()
 
 
 def is_installed(name: str) -> bool:

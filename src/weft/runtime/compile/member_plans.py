@@ -6,8 +6,9 @@ anything is written; addresses follow from the members' answers when they have o
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -40,6 +41,7 @@ from weft.runtime.control.messages import (
     TrainerSource,
     unpack,
 )
+from weft.runtime.control.write_reports import WriteReport, WriteReports
 from weft.transport.base import Endpoint
 
 Int64s = NDArray[np.int64]
@@ -54,6 +56,25 @@ class Opening:
     landing_bytes: int
     """A landing area, or a window in front of the live weights."""
     patch_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Owed:
+    """What a trainer writes to each engine rank in a version that is sent whole."""
+
+    by_engine: Mapping[int, int]
+    reports: WriteReports
+    """The same, as the trainer should report it."""
+
+    @classmethod
+    def of(cls, engines: Sequence[int], sizes: Sequence[int]) -> Self:
+        """Bytes for each engine rank."""
+        reports = WriteReports.of(WriteReport(engine, size, 0) for engine, size in zip(engines, sizes, strict=True))
+        return cls(by_engine=dict(zip(engines, sizes, strict=True)), reports=reports)
+
+    def is_met_by(self, reports: WriteReports) -> bool:
+        """Whether all of it was written, and nothing else."""
+        return reports.peers == self.reports.peers and reports.num_bytes == self.reports.num_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,7 +115,7 @@ class MemberPlans:
         self._grid_numbers = {t: _grid_numbers(plan, grids) for t, grids in self._grids.items()}
         self._places = {e: digest_places(join.held.table) for e, join in self._engines.items()}
         self._tables: dict[tuple[int, int], LinkTable] = {}
-        self._owed: dict[int, dict[int, int]] = {}
+        self._owed: dict[int, Owed] = {}
         self._linked = plan.pair_bytes > 0
         """Pairs that are linked."""
         chunks = plan_chunks(plan, self.links)
@@ -147,12 +168,11 @@ class MemberPlans:
         asking = self._neighbours.clients_of(trainer)
         return asking if asking or self._neighbours.servers_of(trainer) else None
 
-    def owed(self, trainer: int) -> dict[int, int]:
+    def owed(self, trainer: int) -> Owed:
         """What a trainer writes to each engine rank in a version that is sent whole."""
         if trainer not in self._owed:
             engines = np.flatnonzero(self._linked[trainer])
-            sizes = self.wire_bytes[trainer, engines]
-            self._owed[trainer] = dict(zip(engines.tolist(), sizes.tolist(), strict=True))
+            self._owed[trainer] = Owed.of(engines.tolist(), self.wire_bytes[trainer, engines].tolist())
         return self._owed[trainer]
 
     def opening(self, engine: int) -> Opening:

@@ -21,11 +21,12 @@ from weft.core.geometry.planes import Column
 from weft.core.streams.carriage import Carriage
 from weft.runtime.control.held import HeldColumns
 from weft.runtime.control.member_id import MemberId
+from weft.runtime.control.write_reports import WriteReports
 from weft.transport.base import Descriptor, Endpoint
 from weft.transport.host import ProcessIdentity
 from weft.transport.registry import Place
 
-PROTOCOL = 13
+PROTOCOL = 14
 STEPS_AHEAD = 2
 """How many steps an engine rank may advance while the ranks of its engine agree on a boundary."""
 
@@ -124,7 +125,7 @@ class Blocked(_Message, frozen=True):
 
 
 class Want(_Message, frozen=True):
-    """A trainer wants to write a version."""
+    """A trainer wants to write a version; all trainers are then told to, each when it has published it."""
 
     version: int
 
@@ -132,19 +133,6 @@ class Want(_Message, frozen=True):
 def tag_of(version: int, *, whole: bool) -> int:
     """The tag under which a version's bytes are counted; its second round, where it is sent whole, has its own."""
     return 2 * version + (2 if whole else 1)
-
-
-class WriteReport(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, kw_only=True, gc=False):
-    """What one trainer wrote to one engine rank."""
-
-    trainer: int
-    engine: int
-    num_bytes: int
-    digest: int
-    sizes: tuple[int, ...] = ()
-    """Bytes of the patch of each chunk, where patches are sent."""
-    seconds: float = 0.0
-    """From the first write until the last had ended."""
 
 
 class Loss(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -158,7 +146,7 @@ class Written(_Message, frozen=True):
     """A trainer has written all it owes for a version, except to engine ranks it could not write to."""
 
     version: int
-    parts: list[WriteReport]
+    reports: WriteReports
     losses: list[Loss]
     whole: list[int] = []
     """Engine ranks for which no patches were made, or patches are too long: they need the version whole."""
@@ -166,6 +154,8 @@ class Written(_Message, frozen=True):
     """Approximate bytes sent to other trainers about its FP8 blocks: some may be sent later."""
     stages: dict[str, float] = {}
     """Seconds each stage of sending was busy, where weights are converted on the way; stages overlap."""
+    late_s: float = 0.0
+    """From when it was told to write until it published the version; 0 if it had published it before."""
 
 
 class Stopped(_Message, frozen=True):
@@ -377,7 +367,7 @@ class Expect(_Message, frozen=True):
 
 
 class Go(_Message, frozen=True):
-    """A trainer may write a version, to these engine ranks."""
+    """A trainer may write a version, to these engine ranks, as soon as it has published it."""
 
     version: int
     engines: list[int]
@@ -391,7 +381,7 @@ class Verify(_Message, frozen=True):
     """All trainers have written a version; this is what an engine rank should hold."""
 
     version: int
-    parts: list[WriteReport]
+    reports: WriteReports
 
 
 class Boundary(_Message, frozen=True):

@@ -7,7 +7,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from math import ceil
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import msgspec
 import zmq
@@ -64,6 +64,18 @@ class _Admitted:
     """When a frame of the backlog was last sent, or the backlog began."""
 
 
+class _Unread(NamedTuple):
+    """A ZeroMQ message that was not looked at yet."""
+
+    sender: str
+    data: bytes | None
+    """Its frame; None if there is not exactly one, or the sender has no name."""
+    key: str
+    """The sender's."""
+    spent_s: float
+    """Processor time that taking it from the network took."""
+
+
 class Server:
     """The end that many connect to. Used by one thread; `wake` is for others."""
 
@@ -112,6 +124,8 @@ class Server:
             raise ConfigError(
                 f"listening on `{address}` failed: {error.strerror}", hint="is the port in use?"
             ) from error
+        self._aside: deque[_Unread] = deque()
+        """What was received and not looked at yet."""
         self._sources: list[Any] = [(self._socket, zmq.POLLIN), (self._alarm.descriptor, zmq.POLLIN)]
         self.spin_s = SPIN_S
         """How long to poll for the next message without sleeping."""
@@ -131,13 +145,23 @@ class Server:
         """Make a waiting `receive` return at once; may be called from any thread."""
         self._alarm.ring()
 
+    def gather(self, count: int, timeout_s: float) -> None:
+        """Put aside what arrives, until there is so much or the time has passed; `receive` then looks at all of it.
+
+        While messages come one by one, other threads displace this one from the processor's caches in between, and
+        looking at each takes several times as long.
+        """
+        deadline = time.monotonic() + timeout_s
+        while len(self._aside) < count and self._is_readable(deadline):
+            self._aside.append(self._read())
+
     def receive(self, timeout_s: float) -> Received | None:
         """The next message, or None if there is none in time or `wake` was called."""
         deadline = time.monotonic() + timeout_s
         self._forget_unfinished()
         num_dropped = 0
-        while self._is_readable(deadline):
-            received = self._take(time.thread_time())
+        while self._aside or self._is_readable(deadline):
+            received = self._take(self._aside.popleft() if self._aside else self._read())
             if received is not None:
                 self._statistics.num_received += 1
                 self._spin_until = time.monotonic() + self.spin_s
@@ -173,9 +197,10 @@ class Server:
             for connection in [c for c, p in self._peers.items() if p.inbound.is_unfinished and p.heard_at < late]:
                 self.forget(connection)
 
-    def _take(self, thread_s: float) -> Received | None:
-        """Read one ZeroMQ message; None unless it completes a message of an admitted peer."""
-        sender, data, key = self._read()
+    def _take(self, unread: _Unread) -> Received | None:
+        """Look at one ZeroMQ message; None unless it completes a message of an admitted peer."""
+        sender, data, key, spent_s = unread
+        thread_s = time.thread_time() - spent_s
         frame = parse(data) if data is not None else None
         if frame is not None and frame.kind is FrameKind.HELLO:
             self._hear(sender, frame, key)
@@ -189,16 +214,26 @@ class Server:
             self._answer(sender, FrameKind.WHO, frame.greeting)
         return None
 
-    def _read(self) -> tuple[str, bytes | None, str]:
-        """Sender, the frame (None if there is not exactly one, or the sender has no name), and the sender's key."""
+    def _read(self) -> _Unread:
+        """Take one ZeroMQ message from the network."""
+        began_s = time.thread_time()
         name = self._socket.recv()
-        frame: Any = self._socket.recv(copy=False)  # only an uncopied one knows its key, and whether more follow
-        is_alone, key = not frame.more, "" if self._allowed is None else frame["User-Id"]
-        while frame.more:
-            frame = self._socket.recv(copy=False)
+        data, key = self._payload() if self._allowed is None else self._signed_payload()
+        is_alone = not self._socket.getsockopt(zmq.RCVMORE)
+        if not is_alone:
+            self._socket.recv_multipart()
         if not 0 < len(name) <= MAX_SENDER_BYTES or not name.isascii():
-            return "", None, ""
-        return name.decode("ascii"), frame.bytes if is_alone else None, key
+            return _Unread("", None, "", 0.0)
+        return _Unread(name.decode("ascii"), data if is_alone else None, key, time.thread_time() - began_s)
+
+    def _payload(self) -> tuple[bytes, str]:
+        """A frame of the message being read; without keys."""
+        return self._socket.recv(), ""
+
+    def _signed_payload(self) -> tuple[bytes, str]:
+        """The same, and the key of its sender, which only a frame that is not copied knows."""
+        frame: Any = self._socket.recv(copy=False)
+        return frame.bytes, frame["User-Id"]
 
     def _message(self, sender: str, peer: _Admitted, frame: Frame | None) -> Any:
         """The message a frame completes, if any."""
@@ -326,7 +361,7 @@ class Server:
     def _post(self, connection: str, frame: bytes) -> bool | None:
         """Hand one frame to ZeroMQ: True if accepted, None if it does not fit now, False if the peer is gone."""
         try:
-            self._socket.send(connection.encode(), _MORE_NOW)
+            self._socket.send(connection.encode("ascii"), _MORE_NOW)
             self._socket.send(frame, _NOW)
         except zmq.Again:
             return None

@@ -19,7 +19,7 @@ from weft.core.geometry.fingerprint import by_appearance, distinct_rows
 from weft.core.layout import DTYPE_BYTES, MAX_DIMS, MAX_ELEMENTS, MAX_TENSOR_DIM, Shard, shard_problem
 from weft.core.version import MAX_FIRST, MAX_STEP, MAX_VERSION
 from weft.errors import ConfigError, LayoutError, ProtocolError
-from weft.runtime.compile.member_plans import Opening
+from weft.runtime.compile.member_plans import Opening, Owed
 from weft.runtime.control.addresses import is_address
 from weft.runtime.control.held import HeldTable
 from weft.runtime.control.keys import is_key
@@ -31,15 +31,16 @@ MAX_RUNS = 1 << 22
 """Maximum pieces of memory in one member's shards: each costs the controller about 100 bytes."""
 MAX_ADDRESS = 1 << 63
 MAX_SECONDS = 1e6
+"""What is reported to have taken longer was not measured right."""
 MAX_STAGES = 16
 NEAR = 1 << 29
 """With strides up to this, offsets fit into 64 bits, whatever the extents."""
-_ALLOWED = {"trainer": get_args(FromTrainer), "engine": get_args(FromEngine)}
+_ALLOWED = {"trainer": frozenset(get_args(FromTrainer)), "engine": frozenset(get_args(FromEngine))}
 
 
 def check_side(side: str, message: Any) -> None:
     """Raise if members of this side do not send such messages."""
-    if not isinstance(message, _ALLOWED[side]):
+    if type(message) not in _ALLOWED[side]:
         raise ProtocolError(f"{type(message).__name__} is not a message of a {side}")
 
 
@@ -222,7 +223,7 @@ def check_committed(engine: int, message: Committed, num_trainers: int) -> None:
         raise ProtocolError(f"engine {engine} reported arrivals or a pause that cannot be")
 
 
-def check_written(trainer: int, message: Written, engines: Set[int], owed: Mapping[int, int] | None) -> None:
+def check_written(trainer: int, message: Written, engines: Set[int], owed: Owed | None) -> None:
     """Raise unless a trainer reports on what it was told to write.
 
     `owed`: bytes to each engine; None where patches are sent, whose length is open and which may not suffice.
@@ -233,18 +234,28 @@ def check_written(trainer: int, message: Written, engines: Set[int], owed: Mappi
         raise ProtocolError(f"trainer {trainer} reported {message.magnitude_bytes} bytes of magnitudes")
     if len(message.stages) > MAX_STAGES or not all(0 <= spent < MAX_SECONDS for spent in message.stages.values()):
         raise ProtocolError(f"trainer {trainer} reported invalid stages")
-    written = [part.engine for part in message.parts] + [loss.engine for loss in message.losses] + message.whole
+    if not 0 <= message.late_s < MAX_SECONDS:
+        raise ProtocolError(f"trainer {trainer} reported that it was {message.late_s} s late")
+    reports = message.reports
+    reports.check()
+    if not reports.sizes.keys() <= engines:
+        raise ProtocolError(f"trainer {trainer} reported patches for engine ranks {sorted(reports.sizes)[:8]}")
+    is_all = owed is not None and owed.is_met_by(reports) and not message.losses and owed.by_engine.keys() <= engines
+    if not is_all:  # what differs from the plan is looked at link by link
+        _check_links(trainer, message, engines, owed)
+
+
+def _check_links(trainer: int, message: Written, engines: Set[int], owed: Owed | None) -> None:
+    """Raise unless each link a trainer reports on is one it was told to write, and is reported once."""
+    reports = list(message.reports)
+    written = [each.peer for each in reports] + [loss.engine for loss in message.losses] + message.whole
     if len(set(written)) != len(written) or not set(written) <= engines:
         raise ProtocolError(
             f"trainer {trainer} wrote to engine ranks {sorted(written)}, expected a subset of {sorted(engines)}"
         )
-    for part in message.parts:
-        if part.trainer != trainer or part.num_bytes < 0 or not 0 <= part.digest < 1 << 64:
-            raise ProtocolError(f"trainer {trainer} reported {part.num_bytes} bytes written by trainer {part.trainer}")
-        if not 0 <= part.seconds < MAX_SECONDS:
-            raise ProtocolError(f"trainer {trainer} reported writes of {part.seconds} s")
-        if owed is not None and part.num_bytes != owed.get(part.engine, 0):
+    for each in reports:
+        expected = each.num_bytes if owed is None else owed.by_engine.get(each.peer, 0)
+        if each.num_bytes < 0 or each.num_bytes != expected:
             raise ProtocolError(
-                f"trainer {trainer} wrote {part.num_bytes} bytes to engine {part.engine}, "
-                f"expected {owed.get(part.engine, 0)}"
+                f"trainer {trainer} wrote {each.num_bytes} bytes to engine {each.peer}, expected {expected}"
             )

@@ -79,6 +79,9 @@ log = logging.getLogger(__name__)
 POLL_S = 0.1
 MAX_AT_ONCE = 1000
 """Messages handled before clocks are checked."""
+MANY, GATHER_S = 32, 0.05
+"""Where so many members must report before a version can go on, their reports are looked at together, this much later
+at most."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -303,6 +306,7 @@ class Controller:
     def _run(self) -> None:
         try:
             while not self._stop.is_set():
+                self._gather()
                 for number in range(MAX_AT_ONCE):  # a member with unread messages is not silent: read before clocks
                     received = self._server.receive(0.0 if number else POLL_S)
                     if received is None:
@@ -317,6 +321,12 @@ class Controller:
             self._planner.close()
             self._server.close()
             self._journal.close()
+
+    def _gather(self) -> None:
+        """While nothing can be done before all of many members have reported, let their reports come together."""
+        num_expected = self._versions.num_expected
+        if num_expected >= MANY:
+            self._server.gather(num_expected, GATHER_S)
 
     def _send(self, member: MemberId, message: Any) -> None:
         """Send to a member, if it has joined."""

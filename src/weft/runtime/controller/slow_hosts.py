@@ -5,7 +5,7 @@ engines late. So a host is compared with the others of its side: bytes of all it
 the time until the last of them was written.
 
     rates = HostRates()
-    rates.add(parts, trainers={0: "a", 1: "b"}, engines={0: "c", 1: "d"})       # after every version
+    rates.add(links, trainers={0: "a", 1: "b"}, engines={0: "c", 1: "d"})       # after every version
     rates.slow_hosts({})                                                       # {"b": 0.1}
 """
 
@@ -16,12 +16,16 @@ import statistics
 from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
 
+import numpy as np
+from numpy.typing import NDArray
+
 from weft.runtime.compile.matching import host_speeds
 from weft.runtime.control.member_id import MemberId
-from weft.runtime.control.messages import WriteReport
 from weft.runtime.controller.membership import Member
+from weft.runtime.controller.written_links import WrittenLinks
 
 log = logging.getLogger(__name__)
+Int64s = NDArray[np.int64]
 NUM_VERSIONS = 3
 """A host is judged by the median of so many versions."""
 SLOW = 0.7
@@ -47,9 +51,9 @@ class SlowHosts:
         """A plan is made: rates under the previous one do not count any more."""
         self._rates.forget()
 
-    def look(self, parts: Sequence[WriteReport], members: Mapping[MemberId, Member]) -> bool:
+    def look(self, links: WrittenLinks, members: Mapping[MemberId, Member]) -> bool:
         """A version was written: whether hosts carry notably less, or more, than planned for."""
-        self._rates.add(parts, trainers=_hosts(members, "trainer"), engines=_hosts(members, "engine"))
+        self._rates.add(links, trainers=_hosts(members, "trainer"), engines=_hosts(members, "engine"))
         self._found = self._rates.slow_hosts(self.planned)
         self._report(members)
         joins = [known.join for known in members.values()]
@@ -79,18 +83,17 @@ class HostRates:
     def __init__(self) -> None:
         self._shares: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=NUM_VERSIONS))
 
-    def add(self, parts: Sequence[WriteReport], *, trainers: Mapping[int, str], engines: Mapping[int, str]) -> None:
+    def add(self, links: WrittenLinks, *, trainers: Mapping[int, str], engines: Mapping[int, str]) -> None:
         """A version was written; `trainers`, `engines`: the host of every rank."""
-        if all(part.seconds < MIN_SECONDS for part in parts):
+        if not (links.seconds >= MIN_SECONDS).any():
             return
-        sending, receiving = _Side(), _Side()
-        for part in parts:
-            source, target = trainers.get(part.trainer), engines.get(part.engine)
-            if source is not None and target is not None and source != target and part.seconds:
-                sending.add(source, part)
-                receiving.add(target, part)
-        found = sending.shares()
-        for host, share in receiving.shares().items():
+        names = sorted({*trainers.values(), *engines.values()})
+        source, target = _numbers(links.trainer, trainers, names), _numbers(links.engine, engines, names)
+        counts = (source >= 0) & (target >= 0) & (source != target) & (links.seconds > 0)
+        num_bytes, seconds = links.num_bytes[counts], links.seconds[counts]
+        sending, receiving = (_shares(names, hosts[counts], num_bytes, seconds) for hosts in (source, target))
+        found = sending
+        for host, share in receiving.items():
             found[host] = min(share, found.get(host, share))
         for host, share in found.items():
             self._shares[host].append(share)
@@ -120,24 +123,28 @@ def differ(found: Mapping[str, float], known: Mapping[str, float]) -> bool:
     return any(max(now, before) > NOTABLE * min(now, before) for now, before in pairs)
 
 
-class _Side:
-    """What the hosts of one side carried in one version."""
+def _numbers(ranks: Int64s, hosts: Mapping[int, str], names: Sequence[str]) -> Int64s:
+    """The number of each rank's host; -1 where it is not known."""
+    numbers = {name: number for number, name in enumerate(names)}
+    of_rank = np.full(int(ranks.max(initial=-1)) + 1, -1, dtype=np.int64)
+    for rank, host in hosts.items():
+        if rank < len(of_rank):
+            of_rank[rank] = numbers[host]
+    return of_rank[ranks]
 
-    def __init__(self) -> None:
-        self._bytes: dict[str, int] = {}
-        self._seconds: dict[str, float] = {}
 
-    def add(self, host: str, part: WriteReport) -> None:
-        """One link."""
-        self._bytes[host] = self._bytes.get(host, 0) + part.num_bytes
-        self._seconds[host] = max(self._seconds.get(host, 0.0), part.seconds)
+def _shares(names: Sequence[str], hosts: Int64s, num_bytes: Int64s, seconds: NDArray[np.float64]) -> dict[str, float]:
+    """The rate of each host of one side, over the median of the other hosts'.
 
-    def shares(self) -> dict[str, float]:
-        """The rate of each host, over the median of the other hosts'."""
-        rates = {host: self._bytes[host] / seconds for host, seconds in self._seconds.items() if seconds >= MIN_SECONDS}
-        shares = {}
-        for host, rate in rates.items():
-            usual = statistics.median([other for name, other in rates.items() if name != host] or [0.0])
-            if usual > 0:
-                shares[host] = rate / usual
-        return shares
+    `hosts`: of each link. A host's links end with the last of them.
+    """
+    moved = np.bincount(hosts, weights=num_bytes, minlength=len(names))
+    took = np.zeros(len(names))
+    np.maximum.at(took, hosts, seconds)
+    rates = {int(host): float(moved[host] / took[host]) for host in np.flatnonzero(took >= MIN_SECONDS)}
+    shares = {}
+    for host, rate in rates.items():
+        usual = statistics.median([other for number, other in rates.items() if number != host] or [0.0])
+        if usual > 0:
+            shares[names[host]] = rate / usual
+    return shares

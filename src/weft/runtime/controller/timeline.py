@@ -25,6 +25,8 @@ from weft.runtime.controller.journal import Journal
 MAX_VERSIONS = 64
 """Versions that are remembered, under way and ended: members that lie must not fill the memory."""
 Transfers = list[tuple[int, int, int, float]]
+PUBLISHED = "Published"
+"""The moment at which a trainer published a version that it had been told to write before; not a message."""
 
 
 @dataclass(slots=True)
@@ -43,15 +45,22 @@ class _Version:
         """A message came or went."""
         self.moments.append((round(at - self.began, 6), type(message).__name__, str(member)))
         if isinstance(message, Written):
-            self.writes |= {
-                (part.trainer, part.engine): (part.num_bytes, _sane(part.seconds)) for part in message.parts
-            }
+            self._note_published(member, _sane(message.late_s))
+            self.writes |= {(member.rank, each.peer): (each.num_bytes, _sane(each.seconds)) for each in message.reports}
             self.stages[str(member)] = {stage: _sane(seconds) for stage, seconds in message.stages.items()}
         elif isinstance(message, Committed):
             self.arrivals += [
                 (part.trainer, member.rank, part.num_bytes, _sane(part.seconds)) for part in message.arrivals
             ]
             self.pauses[str(member)] = _sane(message.pause_s)
+
+    def _note_published(self, member: MemberId, late_s: float) -> None:
+        """When a trainer published a version that it had been told to write before."""
+        if late_s <= 0:
+            return
+        told = next((at for at, kind, to in reversed(self.moments) if kind == "Go" and to == str(member)), None)
+        if told is not None:
+            self.moments.append((round(told + late_s, 6), PUBLISHED, str(member)))
 
     def line(self, decision: Decide, ended: float) -> dict[str, Any]:
         """What the journal keeps of it."""

@@ -9,7 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from weft.core.version import Decision
-from weft.runtime.control.messages import Go, WriteReport
+from weft.runtime.control.messages import Go
+from weft.runtime.control.write_reports import WriteReports
+from weft.runtime.controller.written_links import WrittenLinks
 
 
 @dataclass(slots=True)
@@ -25,12 +27,13 @@ class Transfer:
     """Engine ranks that must pause before any trainer may write."""
     pause_deadline: float
     waiting: set[int] = field(default_factory=set)
-    """Trainers that want to write and were not told to go."""
+    """Trainers that were not told to write yet."""
     writers: set[int] = field(default_factory=set)
-    """Trainers that were told to go and have not reported back."""
+    """Trainers that were told to write and have not reported back, whether or not they have begun."""
     finished: set[int] = field(default_factory=set)
     """Trainers that have written all they owe."""
-    parts: list[WriteReport] = field(default_factory=list)
+    reported: list[tuple[int, WriteReports]] = field(default_factory=list)
+    """What trainers have written: rank, and its links."""
     magnitude_bytes: int = 0
     """Bytes trainers exchanged to agree on FP8 scales."""
     whole: set[int] = field(default_factory=set)
@@ -54,7 +57,7 @@ class Transfer:
         """All trainers write once more, to the engine ranks that need the version whole; those may have to pause."""
         self.is_second_round, self.deadline, self.go = True, deadline, None
         self.whole &= self.engines
-        self.parts = [part for part in self.parts if part.engine not in self.whole]
+        self.reported = [(trainer, reports.without(self.whole)) for trainer, reports in self.reported]
         self.waiting, self.finished = self.finished, set()
         if pauses:
             self.unpaused, self.has_bytes = set(self.whole), False
@@ -76,9 +79,9 @@ class Transfer:
         return self.asked - self.dropped
 
     @property
-    def wire_bytes(self) -> int:
-        """Bytes trainers sent for it."""
-        return sum(part.num_bytes for part in self.parts)
+    def links(self) -> WrittenLinks:
+        """All that was written."""
+        return WrittenLinks.of(self.reported)
 
     def lateness(self, *, num_trainers: int, version_s: float) -> str:
         """What a version that is late waits for."""
@@ -89,8 +92,7 @@ class Transfer:
 
     def is_sent_whole(self, owed: NDArray[np.int64]) -> bool:
         """Whether writers report every byte of a matrix [trainer, engine] as sent, to those that take part."""
-        sent = np.zeros_like(owed)
-        for part in self.parts:
-            sent[part.trainer, part.engine] = part.num_bytes
+        sent, links = np.zeros_like(owed), self.links
+        sent[links.trainer, links.engine] = links.num_bytes
         engines = sorted(self.engines)
         return bool((sent[:, engines] == owed[:, engines]).all())

@@ -20,7 +20,7 @@ from typing import Any
 from weft.config import DeltaPolicy, DigestPolicy, ReceiverMode, TransferSettings
 from weft.core.version import Decision, VersionLedger
 from weft.errors import ProtocolError, VersionError, WeftError
-from weft.runtime.compile.member_plans import MemberPlans
+from weft.runtime.compile.member_plans import MemberPlans, Owed
 from weft.runtime.control.member_id import MemberId
 from weft.runtime.control.messages import (
     STEPS_AHEAD,
@@ -31,7 +31,6 @@ from weft.runtime.control.messages import (
     Join,
     Stopped,
     Verify,
-    WriteReport,
     Written,
 )
 from weft.runtime.controller.admission import check_written, claim, unbelievable
@@ -97,6 +96,14 @@ class Versions:
     def is_idle(self) -> bool:
         """Whether none is under way."""
         return self._transfer is None
+
+    @property
+    def num_expected(self) -> int:
+        """Members that must all have written, or verified, the version under way before anything is decided."""
+        transfer = self._transfer
+        if transfer is None or transfer.is_decided or transfer.unpaused:
+            return 0
+        return len(transfer.writers) or len(transfer.engines) - self._ledger.num_ready
 
     @property
     def committed(self) -> int | None:
@@ -184,6 +191,8 @@ class Versions:
 
     def check_known(self, member: MemberId, version: int, what: str) -> None:
         """Raise if a member names a version that was not published and that it did not join with."""
+        if 0 <= version <= self._ledger.last_decided:
+            return
         newest = self._transfer.version if self._transfer is not None else -1
         told = claim(self._membership.members[member].join)
         if not 0 <= version <= max(newest, self._ledger.last_decided, -1 if told is None else told):
@@ -229,12 +238,17 @@ class Versions:
             return
         for trainer, version in sorted(self._wants.items()):
             transfer = self._transfer
-            if transfer is not None and (version != transfer.version or transfer.is_decided):
-                continue
-            if transfer is None and self._waits_for_commits():
-                continue
-            del self._wants[trainer]
-            self._offer(trainer, version)
+            if transfer is None:
+                if not self._waits_for_commits():
+                    del self._wants[trainer]
+                    self._open(trainer, version)
+            elif version < transfer.version:
+                del self._wants[trainer]
+                self._refuse(
+                    trainer, version, f"version {transfer.version} is under way; version numbers must increase"
+                )
+            elif version == transfer.version and not transfer.is_decided:
+                del self._wants[trainer]  # all trainers are told to write it
 
     def _can_transfer(self) -> bool:
         """Whether every trainer, and enough engines, have their part of the current plan."""
@@ -256,22 +270,23 @@ class Versions:
         lately = time.monotonic() - self._settings.beat_s
         return self._commits.owes_after(lately) or len(self._free_engines()) < self.needed_engines
 
-    def _offer(self, trainer: int, version: int) -> None:
-        """A trainer's turn: open the version, or join the others that write it."""
+    def _open(self, trainer: int, version: int) -> None:
+        """Open the version that a trainer wants, for all trainers: each writes it when it has published it, too."""
         try:
-            if self._transfer is None:
-                self._ledger.take_part(self._free_engines(), num_ranks=self._membership.ranks_per_engine)
+            self._ledger.take_part(self._free_engines(), num_ranks=self._membership.ranks_per_engine)
             self._ledger.publish(trainer=trainer, version=version)
+            for other in set(range(self._membership.num["trainer"])) - {trainer}:
+                self._ledger.publish(trainer=other, version=version)
         except VersionError as error:
-            self._send(MemberId.trainer(trainer), Decide(version=version, commit=False, reason=str(error)))
+            self._refuse(trainer, version, str(error))
             return
-        if self._transfer is None:
-            self._begin(version)
-        assert self._transfer is not None
-        self._transfer.waiting.add(trainer)
-        self._send_writers(self._transfer)
+        self._send_writers(self._begin(version))
 
-    def _begin(self, version: int) -> None:
+    def _refuse(self, trainer: int, version: int, reason: str) -> None:
+        """A trainer cannot write the version it wants."""
+        self._send(MemberId.trainer(trainer), Decide(version=version, commit=False, reason=reason))
+
+    def _begin(self, version: int) -> Transfer:
         ranks = {rank for engine in self._free_engines() for rank in self._membership.ranks_of(engine)}
         now = time.monotonic()
         self._transfer = Transfer(
@@ -281,11 +296,13 @@ class Versions:
             engines=ranks,
             unpaused=set(ranks) if self._settings.mode is ReceiverMode.IN_PLACE else set(),
             pause_deadline=now + self._settings.pause_s,
+            waiting=set(range(self._membership.num["trainer"])),
         )
         self._hurry(True)
         expect = Expect(version=version)
         for rank in sorted(ranks):
             self._send(MemberId.engine(rank), expect)
+        return self._transfer
 
     def _send_writers(self, transfer: Transfer) -> None:
         if transfer.unpaused or transfer.is_decided:
@@ -312,7 +329,7 @@ class Versions:
         reason = ", ".join(obstacles[member] for member in sorted(obstacles))
         for trainer, version in sorted(self._wants.items()):
             self._ledger.refuse(version, reason)
-            self._send(MemberId.trainer(trainer), Decide(version=version, commit=False, reason=reason))
+            self._refuse(trainer, version, reason)
         self._wants.clear()
 
     def at(self, rank: int, version: int, step: int) -> None:
@@ -343,11 +360,12 @@ class Versions:
         transfer.writers.discard(trainer)
         transfer.finished.add(trainer)
         transfer.has_bytes = True
-        transfer.parts += message.parts
+        transfer.reported.append((trainer, message.reports))
         transfer.magnitude_bytes += message.magnitude_bytes
         if not transfer.is_decided:
             self._finish_writing(transfer, trainer, message)
-        self.answer_trainers()
+        if transfer.is_decided:
+            self.answer_trainers()
 
     def _finish_writing(self, transfer: Transfer, trainer: int, message: Written) -> None:
         """A trainer has written; engines it could not reach are lost, and the others verify when all have written."""
@@ -374,7 +392,7 @@ class Versions:
             self._send(MemberId.engine(rank), Expect(version=transfer.version, whole=True))
         self._send_writers(transfer)
 
-    def _owed(self, trainer: int, transfer: Transfer) -> dict[int, int] | None:
+    def _owed(self, trainer: int, transfer: Transfer) -> Owed | None:
         """The bytes a trainer writes to each engine rank; None where patches, of any length, are written."""
         if self.parts is None or (self._settings.delta is DeltaPolicy.ON and not transfer.is_second_round):
             return None
@@ -400,12 +418,8 @@ class Versions:
             for rank in sorted(transfer.engines):
                 self.apply(self._ready(rank, transfer.version))
             return
-        parts: dict[int, list[WriteReport]] = {rank: [] for rank in transfer.engines}
-        for part in transfer.parts:
-            if part.engine in parts:
-                parts[part.engine].append(part)
-        for rank in sorted(parts):
-            self._send(MemberId.engine(rank), Verify(version=transfer.version, parts=parts[rank]))
+        for rank, reports in transfer.links.by_engine(sorted(transfer.engines)).items():
+            self._send(MemberId.engine(rank), Verify(version=transfer.version, reports=reports))
 
     def _takes_their_word(self, transfer: Transfer) -> bool:
         """Without a digest, engines could only count again what writers report as landed."""
@@ -448,8 +462,9 @@ class Versions:
             return  # it reported this when it joined
         log.debug("engine %d serves version %d", rank, version)
         self._holds[rank] = version
-        self.finish()
-        self.answer_trainers()
+        if not self._waits_for_commits():
+            self.finish()
+            self.answer_trainers()
 
     def finish(self) -> None:
         """When every engine serves a version, tell the trainers."""
@@ -459,7 +474,7 @@ class Versions:
         transfer.is_commit = False
         self.counts["committed"] += 1
         self.last_version_s = time.monotonic() - transfer.began
-        self.last_wire_bytes, self.last_magnitude_bytes = transfer.wire_bytes, transfer.magnitude_bytes
+        self.last_wire_bytes, self.last_magnitude_bytes = transfer.links.total_bytes, transfer.magnitude_bytes
         log.info("version %d is served everywhere (%.1f ms)", transfer.version, self.last_version_s * 1e3)
         self._served(transfer)
         decide = Decide(version=transfer.version, commit=True)

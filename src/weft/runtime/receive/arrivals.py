@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from weft.config import DigestPolicy
 from weft.devices import DeviceWork
 from weft.errors import IntegrityError
-from weft.runtime.control.messages import ArrivalReport, WriteReport
+from weft.runtime.control.messages import ArrivalReport
+from weft.runtime.control.write_reports import WriteReport
 from weft.runtime.receive.landing import ArrivingChunk, ArrivingLink
 from weft.runtime.transports import OpenTransports
 
@@ -178,16 +179,16 @@ class Arrivals:
             for each in self._progress
         ]
 
-    def check(self, parts: Sequence[WriteReport]) -> None:
+    def check(self, reports: Sequence[WriteReport]) -> None:
         """Compare with what trainers report as sent; raises IntegrityError naming those that differ."""
-        sent = {part.trainer: part for part in parts}
+        sent = {report.peer: report for report in reports}
         wrong = []
         for progress in self._progress:
             trainer, total, found = progress.link.trainer, progress.link.total, progress.digest & _MASK
-            part = sent.get(trainer)
-            if part is None or part.num_bytes != total:
-                wrong.append(f"trainer {trainer} sent {part.num_bytes if part else 0} of {total} bytes")
-            elif self._digest is DigestPolicy.ON and part.digest != found:
-                wrong.append(f"trainer {trainer} sent digest {part.digest:#x}, but {found:#x} arrived")
+            report = sent.get(trainer)
+            if report is None or report.num_bytes != total:
+                wrong.append(f"trainer {trainer} sent {report.num_bytes if report else 0} of {total} bytes")
+            elif self._digest is DigestPolicy.ON and report.digest != found:
+                wrong.append(f"trainer {trainer} sent digest {report.digest:#x}, but {found:#x} arrived")
         if wrong:
             raise IntegrityError(f"version {self.version}: {'; '.join(wrong)}")

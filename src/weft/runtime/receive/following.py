@@ -14,7 +14,8 @@ from typing import NamedTuple
 from weft.config import CompressionPolicy, DigestPolicy, TransferSettings
 from weft.devices import CPU, DeviceWork
 from weft.errors import TransferTimeout, WeftError
-from weft.runtime.control.messages import ArrivalReport, Failed, Ready, WriteReport, tag_of
+from weft.runtime.control.messages import ArrivalReport, Failed, Ready, tag_of
+from weft.runtime.control.write_reports import WriteReport, WriteReports
 from weft.runtime.receive.arrivals import Arrivals, spare_core
 from weft.runtime.receive.landing import ArrivingLink, Landing
 from weft.runtime.receive.modes import Mode
@@ -57,7 +58,7 @@ class Following:
         self._arrivals: Arrivals | None = None
         self._last: Arrivals | None = None
         """The version that was followed last."""
-        self._parts: list[WriteReport] | None = None
+        self._reports: list[WriteReport] | None = None
         """What trainers have sent, once they have reported it."""
         self._deadline = 0.0
         self._as_patches, self._tag = False, 0
@@ -91,15 +92,16 @@ class Following:
             is_on_gpu=self._device != CPU,
         )
 
-    def sent(self, version: int, parts: list[WriteReport]) -> Failed | None:
+    def sent(self, version: int, reports: WriteReports) -> Failed | None:
         """All trainers have written; the sizes of patches are known now."""
         try:
+            sent = list(reports)
             if self._as_patches and self.landing is not None:
-                self._arrivals = self._arriving(version, self._intake.arriving(parts))
+                self._arrivals = self._arriving(version, self._intake.arriving(sent))
         except WeftError as error:
             return Failed(version=version, reason=str(error))
         if self._arrivals is not None and self._arrivals.version == version:
-            self._parts, self._deadline = parts, time.monotonic() + self.settings.version_s
+            self._reports, self._deadline = sent, time.monotonic() + self.settings.version_s
         return None
 
     def look(self, mode: Mode, base: int | None) -> Look:
@@ -108,24 +110,24 @@ class Following:
         if arrivals is None:
             return Look(None)
         try:
-            again_s = self._look_early(arrivals) if self._parts is None else self._look(arrivals, mode, base)
+            again_s = self._look_early(arrivals) if self._reports is None else self._look(arrivals, mode, base)
         except WeftError as error:
             self.stop()
             return Look(None, Failed(version=arrivals.version, reason=str(error)))
-        if self._parts is None or again_s is not None:
+        if self._reports is None or again_s is not None:
             return Look(again_s)
         self.stop()
         return Look(None, Ready(version=arrivals.version))
 
     def _look(self, arrivals: Arrivals, mode: Mode, base: int | None) -> float | None:
         """Everything was sent: when to look again; None if it has arrived and is valid."""
-        assert self._parts is not None
+        assert self._reports is not None
         moved = _follow(arrivals)
         if arrivals.is_whole:
-            arrivals.check(self._parts)
+            arrivals.check(self._reports)
             compressed = self.settings.compression is CompressionPolicy.ZSTD
             is_done = not self._as_patches or self._intake.took(
-                arrivals.version, self._parts, mode, base, compressed=compressed
+                arrivals.version, self._reports, mode, base, compressed=compressed
             )
             return None if is_done else FOLLOW_S
         if moved:
@@ -177,7 +179,7 @@ class Following:
     def stop(self) -> None:
         """Stop following."""
         self._last = self._arrivals or self._last
-        self._arrivals, self._parts = None, None
+        self._arrivals, self._reports = None, None
 
     def reports(self, version: int) -> list[ArrivalReport]:
         """What came from each trainer, if the version is the last that was followed; for any thread."""

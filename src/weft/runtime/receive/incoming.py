@@ -10,7 +10,7 @@ from weft.codec.memory import Bytes, memory_view
 from weft.codec.patching import PatchedImage, Patcher
 from weft.core.geometry.planes import Planes
 from weft.errors import CodecError
-from weft.runtime.control.messages import WriteReport
+from weft.runtime.control.write_reports import WriteReport
 from weft.runtime.receive.landing import ArrivingChunk, ArrivingLink, PatchedLink, PatchPlace
 from weft.transport.base import Memory
 
@@ -46,7 +46,7 @@ class Patches:
         self,
         version: int,
         links: Sequence[PatchedLink],
-        parts: Sequence[WriteReport],
+        reports: Sequence[WriteReport],
         patcher: Patcher,
         *,
         compressed: bool = False,
@@ -54,7 +54,7 @@ class Patches:
     ) -> None:
         """`bring`: copies bytes at an address to where the patcher can read them; None: it can."""
         self._patcher, self._bring = patcher, bring
-        sent = {part.trainer: part.sizes for part in parts}
+        sent = {report.peer: report.sizes for report in reports}
         self.version = version
         self._all = [
             (link.trainer, chunk, *self._open(link.trainer, chunk, at, size, compressed))

@@ -15,7 +15,7 @@ from functools import partial
 from weft.codec.patching import patcher_for
 from weft.devices import CPU
 from weft.errors import TransferTimeout
-from weft.runtime.control.messages import WriteReport
+from weft.runtime.control.write_reports import WriteReport
 from weft.runtime.memory import brought
 from weft.runtime.receive.incoming import Patches, arriving_patches
 from weft.runtime.receive.landing import ArrivingLink, PatchedLink
@@ -41,9 +41,9 @@ class PatchIntake:
         self._patcher = patcher_for(CPU if from_host and stays_there else self._device)
         self._is_brought = from_host and not stays_there
 
-    def arriving(self, parts: Sequence[WriteReport]) -> list[ArrivingLink]:
+    def arriving(self, reports: Sequence[WriteReport]) -> list[ArrivingLink]:
         """What is in flight; the sizes of patches are known once they were sent."""
-        sent = {part.trainer: part.sizes for part in parts}
+        sent = {report.peer: report.sizes for report in reports}
         return [arriving_patches(link, sent.get(link.trainer, [])) for link in self._links]
 
     def end_old(self, timeout_s: float) -> None:
@@ -54,21 +54,23 @@ class PatchIntake:
             self._taking = None
 
     def took(
-        self, version: int, parts: Sequence[WriteReport], mode: Mode, base: int | None, *, compressed: bool
+        self, version: int, reports: Sequence[WriteReport], mode: Mode, base: int | None, *, compressed: bool
     ) -> bool:
         """Whether the other thread has processed the patches. Raises its error."""
         if self._taking is None:
-            self._taking = self._worker.submit(self._take, version, parts, mode, base, compressed)
+            self._taking = self._worker.submit(self._take, version, reports, mode, base, compressed)
         if not self._taking.done():
             return False
         taken, self._taking = self._taking, None
         taken.result()
         return True
 
-    def _take(self, version: int, parts: Sequence[WriteReport], mode: Mode, base: int | None, compressed: bool) -> None:
+    def _take(
+        self, version: int, reports: Sequence[WriteReport], mode: Mode, base: int | None, compressed: bool
+    ) -> None:
         """Check the patches, and hand them to the mode."""
         bring = partial(brought, self._device) if self._is_brought else None
-        patches = Patches(version, self._links, parts, self._patcher, compressed=compressed, bring=bring)
+        patches = Patches(version, self._links, reports, self._patcher, compressed=compressed, bring=bring)
         patches.check(base=base)
         mode.take(patches, base)
 

@@ -436,8 +436,8 @@ class Receiver:
                 self._follow_plan(sources)
             case Expect(version=version, whole=whole):
                 self._expect(version, whole=whole)
-            case Verify(version=version, parts=parts):
-                failed = self._following.sent(version, parts)
+            case Verify(version=version, reports=reports):
+                failed = self._following.sent(version, reports)
                 if failed is not None:
                     self._control.post(failed)
             case Boundary(version=version, step=step):

@@ -1,8 +1,10 @@
 """Chunks a trainer sends to one engine rank, or identically to several: how they are filled, and what engines hold.
 
 A Chunk is an image of some boxes in the engine's layout and precision. Where versions are kept (patches, staging) every
-Chunk has memory of its own; with patches two images alternate: the second one becomes what the engines hold when the
-version is committed, and is overwritten when it is not.
+Chunk has memory of its own. With patches two images alternate: the second one becomes what the engines hold when the
+version is committed, and is overwritten when it is not. On a GPU one image is enough for weights that are copied
+unchanged: it is compared with the weights themselves, brought up to date in the same pass, and restored when the
+version is not committed.
 """
 
 from __future__ import annotations
@@ -15,9 +17,10 @@ from numpy.typing import NDArray
 from weft.codec.conversion import ChunkFill, Converter, Spans, Wait
 from weft.codec.image import PATCH_ALIGN
 from weft.codec.memory import memory_view
-from weft.codec.patching import ImagePair, Patcher, Sizes
+from weft.codec.patching import ImagePair, KeptImage, Patcher, Sizes
 from weft.config import CompressionPolicy, DeltaPolicy, StagingPolicy, TransferSettings
 from weft.core.geometry.alignment import aligned
+from weft.core.plans.memory_cost import patch_room
 from weft.runtime.compile.link_stream import LinkStream
 from weft.transport.base import Memory
 
@@ -42,7 +45,13 @@ class Outgoing:
         """The last group of matrices whose scales a Chunk needs; -1: none."""
         sizes = [layout.num_bytes for layout in self.layouts]
         self._begins = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64).tolist()
-        self.images = [allocate(self._begins[-1]) for _ in range(self._num_images)]
+        num_bytes = self._begins[-1]
+        is_delta = settings.delta is DeltaPolicy.ON
+        is_kept = is_delta or settings.staging is StagingPolicy.CPU
+        self.images = [allocate(num_bytes)] if is_kept else []
+        self._kept = self._kept_image() if is_delta else None
+        if is_delta and self._kept is None:
+            self.images.append(allocate(num_bytes))
         self.is_straight = False
         """Whether Chunks are converted straight into the memory of an engine rank."""
         self.now = 0
@@ -53,11 +62,11 @@ class Outgoing:
         self._base: int | None = None
         self._since_anchor = 0
 
-    @property
-    def _num_images(self) -> int:
-        if self._settings.delta is DeltaPolicy.ON:
-            return 2
-        return 1 if self._settings.staging is StagingPolicy.CPU else 0
+    def _kept_image(self) -> KeptImage | None:
+        """The only image, if it can be compared with the weights; patches that engines have room for can be undone."""
+        room = patch_room(np.array(self._begins[-1:]), min(2 * self._settings.patch_share, 1.0))
+        images = [self.address(chunk, 0) for chunk in range(len(self.layouts))]
+        return self._patcher.kept_image(self.layouts, self._fills, images, undo_bytes=int(room[0]))
 
     @property
     def is_kept(self) -> bool:
@@ -77,7 +86,12 @@ class Outgoing:
         self._fills, self.is_straight = list(fills), True
 
     def fill(self, chunks: Sequence[int], addresses: Sequence[int]) -> Wait | None:
-        """Make Chunks from the weights, or start to: the returned function waits until they are done."""
+        """Make Chunks from the weights, or start to: the returned function waits until they are done.
+
+        A kept image is not touched before it is compared with the weights.
+        """
+        if self.reads_weights:
+            return None
         places = [0] * len(chunks) if self.is_straight else addresses
         return self._converter.fill([self._fills[chunk] for chunk in chunks], places)
 
@@ -86,6 +100,7 @@ class Outgoing:
 
         All others need it whole, and so do all of them when an anchor is due.
         """
+        self._begin_kept()
         self._filled, self._patch_bytes, self._patch_room = version, 0, patch_room
         self._since_anchor += 1
         patched = {engine for engine, held in engines_hold.items() if held is not None and held == self._held}
@@ -93,6 +108,25 @@ class Outgoing:
             patched = set()
         self._base = self._held if patched else None
         return patched
+
+    def _begin_kept(self) -> None:
+        """Return to what the engines hold, if the last version was not committed."""
+        if self._kept is None or self._held is None:
+            return
+        if self._filled is not None and not self._kept.restore():
+            self._held = None
+            return
+        self._kept.begin()
+
+    @property
+    def reads_weights(self) -> bool:
+        """Whether Chunks are compared with the weights, not filled first: also for those that need it whole."""
+        return self._kept is not None and self._held is not None
+
+    @property
+    def is_compared(self) -> bool:
+        """Whether patches of Chunks are made, be it only to keep what the engines hold."""
+        return self.is_patched or self.reads_weights
 
     @property
     def is_patched(self) -> bool:
@@ -116,6 +150,8 @@ class Outgoing:
     def encode(self, chunks: Sequence[int], outs: Sequence[int]) -> Sizes:
         """Make the patches of some Chunks, or start to; compressed ones are made when this returns."""
         assert self._filled is not None
+        if self._kept is not None:
+            return self._kept.update(chunks, outs, base=self._base or 0, version=self._filled)
         images = [
             ImagePair(
                 layout=self.layouts[chunk],

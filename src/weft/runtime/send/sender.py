@@ -19,6 +19,7 @@ import contextlib
 import os
 import threading
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Self
 
@@ -38,10 +39,11 @@ from weft.runtime.control.messages import (
     SendPlan,
     Stopped,
     Want,
-    WriteReport,
     Written,
 )
 from weft.runtime.control.security import Security, client_keys
+from weft.runtime.control.write_reports import WriteReport, WriteReports
+from weft.runtime.send.early_turn import EarlyTurn, WriteTurn
 from weft.runtime.send.exchange import Exchange
 from weft.runtime.send.job import Job, Parcel, Sent
 from weft.runtime.send.mirror import Mirror
@@ -56,6 +58,8 @@ from weft.transport.host import ProcessIdentity
 _MASK = (1 << 64) - 1
 JOIN_S = 60.0
 DRAIN_S = 120.0
+ASK_S = 0.01
+"""Rank n asks for its turn n times this after publishing: by then, a lower rank's request has usually been answered."""
 
 
 class Publication:
@@ -68,7 +72,9 @@ class Publication:
         """Set when nothing is being written any more; patches release the weights before that."""
         self._decided = threading.Event()
         self._error: WeftError | None = None
+        self._published_at = time.monotonic()
         self._go: Go | None = None
+        self._go_at = 0.0
         self._may_write = threading.Event()
         """Set when it may be written, or no longer needs to be."""
         self.write_s: float | None = None
@@ -77,14 +83,19 @@ class Publication:
         self._is_closing = False
         self._lock = threading.Lock()
 
-    def _accept(self, go: Go) -> bool:
-        """It may be written now; False if it was given up before."""
+    def _accept(self, go: Go, at: float) -> bool:
+        """It may be written since a moment; False if it was given up before."""
         with self._lock:
             if self._decided.is_set():
                 return False
-            self._go = go
+            self._go, self._go_at = go, at
             self._may_write.set()
         return True
+
+    @property
+    def _late_s(self) -> float:
+        """How long after it might have been written it was published."""
+        return max(self._published_at - self._go_at, 0.0)
 
     def _next_round(self, timeout_s: float) -> Go | None:
         """Wait until it has to be written once more, whole; None if it is decided instead."""
@@ -240,6 +251,7 @@ class Sender:
         self._run_stages: RunStages = run
         """How stages are run: overlapping, unless a benchmark measures the gain from that."""
         self._publications: dict[int, Publication] = {}
+        self._early = EarlyTurn()
         self._last: int | None = None
         self._last_begun: int | None = None
         """The highest version a controller let this trainer write."""
@@ -267,9 +279,31 @@ class Sender:
                 )
             self._last = version
             publication = self._publications[version] = Publication(version)
-        self._control.post(Want(version=version))
-        self._writer.submit(self._send, publication)
+            earlier = [p for p in self._publications.values() if p is not publication]
+            turn = self._early.take(version)
+        self._begin_turn(publication, turn)
+        self._writer.submit(self._send, publication, earlier)
         return publication
+
+    def _begin_turn(self, publication: Publication, turn: WriteTurn | None) -> None:
+        """Use the turn another trainer asked for, or ask for one."""
+        version = publication.version
+        if turn is not None and turn.go.version == version:
+            publication._accept(turn.go, turn.since)
+            return
+        if turn is not None:
+            self._decline(turn.go.version, f"{self._member} published version {version} instead")
+        if not self._asks_later:
+            self._control.post(Want(version=version))
+
+    @property
+    def _asks_later(self) -> bool:
+        """Whether this rank leaves it to lower ones to ask for a version's turn, for a while."""
+        return self._rank > 0
+
+    def _decline(self, version: int, reason: str) -> None:
+        """A version that might be written will not be."""
+        self._control.post(Stopped(version=version, reason=reason, has_written=False))
 
     def _batches(self) -> list[tuple[Transport[Any], Parcel]]:
         """What a version writes, through which transport; used by benchmarks."""
@@ -280,10 +314,21 @@ class Sender:
             for parcel in (*link.direct, *(parcel for image in link.chunks[:1] for parcel in image.values()))
         ]
 
-    def _send(self, publication: Publication) -> None:
+    def _wait_for_turn(self, publication: Publication, earlier: Sequence[Publication]) -> bool:
+        """Wait until a version may be written, or no longer needs to be; ask for it, if lower ranks have not."""
+        deadline = time.monotonic() + self._timeout_s
+        while self._asks_later and not publication._may_write.wait(min(self._rank * ASK_S, self._timeout_s)):
+            if all(other.is_decided for other in earlier):  # there is no turn before these have ended
+                self._control.post(Want(version=publication.version))
+                break
+            if time.monotonic() > deadline:
+                break
+        return publication._may_write.wait(max(deadline - time.monotonic(), 0.0))
+
+    def _send(self, publication: Publication, earlier: Sequence[Publication]) -> None:
         """On the writer thread: wait for the turn, write, report."""
         try:
-            if not publication._may_write.wait(self._timeout_s):
+            if not self._wait_for_turn(publication, earlier):
                 obstacle = self._control.obstacle()
                 why = f": {obstacle}" if obstacle is not None else ""
                 raise TransferTimeout(
@@ -388,22 +433,15 @@ class Sender:
         if self._transports.has_cut or not all(ticket.done for ticket in job.tickets):
             late = "; ".join(s.loss for s in sent.values() if s.loss)
             raise TransferTimeout(f"{self._member} could not write all of version {go.version} in time: {late}")
-        written = self._report(job, sent)
+        written = self._report(job, sent, late_s=publication._late_s)
         publication.write_s = time.monotonic() - began
         publication._released.set()  # before any caller can hear that it is committed
         self._control.post(written)
 
-    def _report(self, job: Job, sent: dict[int, Sent]) -> Written:
+    def _report(self, job: Job, sent: dict[int, Sent], *, late_s: float) -> Written:
         """What was written, and what could not be."""
-        parts = [
-            WriteReport(
-                trainer=self._rank,
-                engine=engine,
-                num_bytes=s.num_bytes,
-                digest=s.digest & _MASK,
-                sizes=s.sizes_in_order,
-                seconds=s.seconds,
-            )
+        reports = [
+            WriteReport(engine, s.num_bytes, s.digest & _MASK, s.sizes_in_order, s.seconds)
             for engine, s in sent.items()
             if not s.loss and not s.needs_whole
         ]
@@ -411,11 +449,12 @@ class Sender:
         whole = [engine for engine, s in sent.items() if s.needs_whole and not s.loss]
         return Written(
             version=job.go.version,
-            parts=parts,
+            reports=WriteReports.of(reports),
             losses=losses,
             whole=whole,
             magnitude_bytes=job.magnitude_bytes,
             stages=busy_seconds(job.flow.recorder.events),
+            late_s=late_s,
         )
 
     @staticmethod
@@ -443,6 +482,7 @@ class Sender:
         """How to join; not while a write is in flight, which a new controller would not know of."""
         if any(p._go is not None and not p._ended.is_set() for p in list(self._publications.values())):
             return None
+        self._early.clear()
         return Join(
             side="trainer",
             rank=self._rank,
@@ -466,6 +506,8 @@ class Sender:
             case Go(version=version):
                 self._go(version, message)
             case Decide(version=version, commit=commit, reason=reason):
+                if self._early.withdraw(version):
+                    self._decline(version, f"{self._member} had not published it")
                 publication = self._publications.get(version)
                 if commit and self._program is not None:
                     self._program.committed(version)
@@ -475,12 +517,15 @@ class Sender:
 
     def _go(self, version: int, message: Go) -> None:
         """A version's turn. If it was given up it is not written, and the controller is told at once."""
-        self._last_begun = version
+        self._last_begun, now = version, time.monotonic()
+        with self._lock:
+            if self._last is None or version > self._last:
+                self._early.keep(message, now)  # it was asked for by another trainer
+                return
         publication = self._publications.get(version)
-        if publication is None or not publication._accept(message):
+        if publication is None or not publication._accept(message, now):
             error = publication._error if publication is not None else None
-            reason = f"{self._member} gave it up: {error or 'it is no longer published'}"
-            self._control.post(Stopped(version=version, reason=reason, has_written=False))
+            self._decline(version, f"{self._member} gave it up: {error or 'it is no longer published'}")
 
     def _open(self, message: Open) -> None:
         self._transports.pass_host(message.through_host)
@@ -509,6 +554,7 @@ class Sender:
 
     def _controller_lost(self, error: WeftError) -> None:
         """Versions under way have failed; later ones may work when the controller is back."""
+        self._early.clear()
         for publication in list(self._publications.values()):
             publication._settle(error)
 
@@ -526,6 +572,9 @@ class Sender:
                 publication._settle(ProtocolError(f"{self._member} was closed"))
             publication._close()
         self._writer.shutdown(wait=True)
+        unpublished = self._early.version
+        if unpublished is not None:
+            self._decline(unpublished, f"{self._member} was closed before it published it")
         self._control.close()
         self._end_exchange()
         self._forget_plan()

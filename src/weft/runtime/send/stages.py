@@ -137,8 +137,8 @@ class VersionStages:
         """Items that are filled, encoded, posted and waited for together."""
         self._encoded: dict[int, _Encoded] = {}
         """Batches whose patches are being made."""
-        self._encoded_at = 0.0
-        """When the last ones were."""
+        self._num_encoded, self._encoded_at = 0, 0.0
+        """How many batches have their patches, and when the last one had."""
         self._patches: dict[int, StagedPatch] = {}
         """Items that are sent as patches."""
         self._last_end = 0.0
@@ -162,6 +162,8 @@ class VersionStages:
             return stages
         if self._program.mirror is None:
             self._reading = {"convert", *(stage.name for stage in stages)}
+            if self._is_delta and any(self._program.chunks[n].outgoing.reads_weights for n in self._numbers):
+                self._reading.add("delta")
         stages.append(Stage("convert", count, self._convert, self._can_convert, is_recorded=False))
         if self._is_delta:
             stages.append(Stage("delta", count, self._encode, self._can_encode, is_recorded=False))
@@ -282,7 +284,7 @@ class VersionStages:
         for item in items:
             self._program.room.enter(self._numbers[item])
         outgoing = self._chunk(items[0]).outgoing
-        if outgoing.is_patched:
+        if outgoing.is_compared:
             now, staged = time.monotonic(), [self._program.staged(self._numbers[item]) for item in items]
             sizes = outgoing.encode([self._chunk(item).number for item in items], staged)
             self._encoded[batch] = _Encoded(now, staged, sizes)
@@ -291,8 +293,13 @@ class VersionStages:
     def _has_encoded(self, batch: int) -> None:
         """Wait until patches are made, and give each its place; the next ones are started meanwhile."""
         encoded = self._encoded.pop(batch, None)
-        if encoded is None:
-            return
+        if encoded is not None:
+            self._take_patches(batch, encoded)
+        self._num_encoded += 1
+        if self._num_encoded == len(self._batches):
+            self._has_read("delta")
+
+    def _take_patches(self, batch: int, encoded: _Encoded) -> None:
         sizes, items = encoded.sizes(), self._batches[batch]
         end, start = time.monotonic(), max(encoded.at, self._encoded_at)
         self._encoded_at = end
