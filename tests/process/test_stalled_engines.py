@@ -131,7 +131,8 @@ def test_with_a_quorum_versions_go_on_without_an_engine_that_does_not_commit(fle
     assert fleet.engines[1].serves == [1.0]
     assert "engine 1" in fleet.controller.statistics().members
     fleet.engines[1].go_on()
-    wait_until(lambda: fleet.engines[1].serves == [2.0], SOON_S, "engine 1 commits what was decided")
+    wait_until(lambda: fleet.controller.statistics().serves["engine 1"] == 2, SOON_S, "engine 1 commits 2")
+    assert fleet.engines[1].serves == [2.0]
     fleet.publish(5)
     wait_until(lambda: fleet.engines[1].serves == [5.0], SOON_S, "engine 1 takes part again")
 

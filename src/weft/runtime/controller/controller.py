@@ -96,6 +96,8 @@ class ControllerStatistics:
     plan_digest: str
     bytes_per_version: int
     committed: int | None
+    serves: dict[str, int | None]
+    """The version that each engine rank has reported; None where its weights are torn."""
     num_committed: int
     num_aborted: int
     last_abort: str
@@ -272,6 +274,7 @@ class Controller:
             plan_digest=rounds.plan_digest,
             bytes_per_version=plan.total_bytes if plan is not None else 0,
             committed=versions.committed,
+            serves=versions.serves,
             num_committed=versions.counts["committed"],
             num_aborted=versions.counts["aborted"],
             last_abort=versions.last_abort,

@@ -110,6 +110,11 @@ class Versions:
         """The last one that was decided to be committed."""
         return self._ledger.committed
 
+    @property
+    def serves(self) -> dict[str, int | None]:
+        """The version that each engine rank has reported; None where its weights are torn."""
+        return {str(MemberId.engine(rank)): version for rank, version in sorted(self._holds.copy().items())}
+
     def joined(self, join: Join) -> None:
         """A member has joined, with what it knows of versions."""
         if join.pending is not None:
