@@ -8,6 +8,8 @@ import pytest
 from tests.contract.targets import ProcessTarget, make_transport
 from tests.support.waiting import wait_until
 from weft.errors import PeerLost
+from weft.transport import nixl
+from weft.transport.base import digest_of
 from weft.transport.nixl import LONGEST_LOOK_S, SHORTEST_LOOK_S, look_s
 
 pytest.importorskip("nixl_cu13")
@@ -54,3 +56,31 @@ def test_a_write_that_takes_long_is_looked_at_less_often():
     assert look_s(0.0) == SHORTEST_LOOK_S
     assert look_s(0.0256) == pytest.approx(0.0001)
     assert look_s(100.0) == LONGEST_LOOK_S
+
+
+def test_replicas_share_a_digest(monkeypatch):
+    """The same bytes at the same positions, for two engine ranks, are digested once; others on their own."""
+    digested = []
+
+    def counted(batch, work, **options):
+        digested.append(batch.peer)
+        return digest_of(batch, work, **options)
+
+    monkeypatch.setattr(nixl, "digest_of", counted)
+    targets = [ProcessTarget("nixl tcp", SMALL_BYTES, member=f"engine {rank}") for rank in range(3)]
+    writer = make_transport("nixl tcp", "trainer 0")
+    try:
+        source = np.random.default_rng(0).integers(0, 256, SMALL_BYTES, dtype=np.uint8)
+        writer.register(source.ctypes.data, SMALL_BYTES)
+        batches = []
+        for target, position in zip(targets, (0, 0, 4096), strict=True):
+            peer = writer.connect(target.endpoint, [target.descriptor])
+            columns = _row(source, target, SMALL_BYTES)
+            batches.append(writer.prepare(peer, *columns, position=np.array([position], dtype=np.uint64)))
+        done = [ticket.wait(SOON_S) for ticket in writer.post_all(batches, 1)]
+        assert digested == ["engine 0", "engine 2"]
+        assert done[0].digest == done[1].digest != done[2].digest
+        assert all(target.bytes() == source.tobytes() for target in targets)
+    finally:
+        for end in (writer, *targets):
+            end.close()

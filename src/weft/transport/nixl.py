@@ -8,6 +8,7 @@ Python code.
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import logging
 import os
@@ -141,6 +142,8 @@ class _NixlBatch(Batch):
     transfer: _PreparedTransfer
     work: DeviceWork
     """Computes the digest of what is read."""
+    digest_key: bytes
+    """The same for batches with the same digest: those of replicas."""
 
 
 @dataclass(eq=False)
@@ -153,7 +156,7 @@ class _Write:
     began_at: float = field(default_factory=time.monotonic)
     given_up_at: float | None = None
     digest: Future[int] | None = None
-    """Of what is written, found while the bytes travel."""
+    """Of what is written, found while the bytes travel; replicas share it."""
     is_written: bool = False
 
 
@@ -329,6 +332,7 @@ class NixlTransport(Transport[_Peer]):
             digested=rows.digested,
             transfer=transfer,
             work=native if on_host else self._work,
+            digest_key=_digest_key(rows),
         )
 
     def _is_on_host(self, rows: Batch) -> bool:
@@ -364,13 +368,17 @@ class NixlTransport(Transport[_Peer]):
 
     def _begin_all(self, writes: Sequence[_Write], tag: int) -> None:
         """Post writes; those that could be posted are watched from now on."""
+        digests: dict[bytes, Future[int]] = {}
         for write in writes:
             try:
                 self._begin(write.batch, tag, write.cancelled)
             except Exception as error:
                 write.future.set_exception(error)
             else:
-                write.digest = self._digester.submit(digest_of, write.batch, write.batch.work)
+                key = write.batch.digest_key
+                if key not in digests:
+                    digests[key] = self._digester.submit(digest_of, write.batch, write.batch.work)
+                write.digest = digests[key]
                 self._under_way.append(write)
         self._watcher.submit(self._watch)
 
@@ -411,8 +419,7 @@ class NixlTransport(Transport[_Peer]):
             if write.is_written and write.digest.done():
                 write.future.set_result(WriteResult(num_bytes=write.batch.num_bytes, digest=write.digest.result()))
         except Exception as error:
-            if not write.digest.cancel():
-                wait([write.digest])  # it reads the source, which may be freed once this is known to have failed
+            wait([write.digest])  # it reads the source, which may be freed once this is known to have failed
             is_ours = isinstance(error, TransportError)
             write.future.set_exception(error if is_ours else self._failure(error, write.batch.peer))
         return write.future.done()
@@ -516,6 +523,15 @@ class NixlTransport(Transport[_Peer]):
         for transfer in list(self._transfers):
             transfer.handle = None
         self._lists, self._agent = {}, None
+
+
+def _digest_key(rows: Batch) -> bytes:
+    """Names what is digested, and at which positions."""
+    columns = (rows.src, rows.length, rows.position) if rows.digested is None else rows.digested.digested
+    key = hashlib.blake2b(digest_size=16)
+    for column in columns:
+        key.update(b"none" if column is None else column.tobytes())
+    return key.digest()
 
 
 def _is_pinned(address: int, num_bytes: int) -> bool:

@@ -40,14 +40,12 @@ class Together:
         return cls(batches=tuple(batches), chunks=tuple(chunks), twin=tuple(twin))
 
 
-_READ = ("src", "rows", "length", "src_stride", "position", "position_stride")
-
-
 def _same(a: DirectBatch, b: DirectBatch) -> bool:
     """Whether two batches read the same bytes for the same digest positions."""
     if a is b:
         return True
     if len(a.chunks) != len(b.chunks):
         return False
-    columns = ((getattr(x, name), getattr(y, name)) for x, y in zip(a.chunks, b.chunks, strict=True) for name in _READ)
+    planes = zip(a.chunks, b.chunks, strict=True)
+    columns = (pair for x, y in planes for pair in zip(x.digested, y.digested, strict=True))
     return all(x is y or (x is not None and y is not None and np.array_equal(x, y)) for x, y in columns)

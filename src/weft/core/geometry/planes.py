@@ -108,6 +108,11 @@ class Planes:
     def __len__(self) -> int:
         return len(self.src)
 
+    @property
+    def digested(self) -> tuple[Column | None, ...]:
+        """What a digest of these planes depends on, besides the bytes they read."""
+        return self.src, self.rows, self.length, self.src_stride, self.position, self.position_stride
+
     @classmethod
     def of(
         cls,
