@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import resource
+import sys
 import threading
 import time
 from collections.abc import Sequence
@@ -24,6 +25,9 @@ from weft.runtime.weights import Weights
 
 STEP_S = 0.02
 """How long a step of an engine lasts."""
+SWITCH_S = 0.1
+"""How long a thread may keep the interpreter while others wait for it. With Python's 5 ms hundreds of waiting threads
+spend most of the processor's time asking for it, and some get it only after minutes."""
 Name = tuple[str, int]
 """Side and rank of a member."""
 
@@ -129,6 +133,7 @@ class Troupe:
 
 def serve(pipe: Connection, setup: TroupeSetup) -> None:
     """The process: answer requests until the pipe ends."""
+    sys.setswitchinterval(SWITCH_S)
     try:
         troupe = Troupe(setup)
         pipe.send((True, None))
