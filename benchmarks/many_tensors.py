@@ -36,7 +36,7 @@ from weft.runtime.send.sender import Sender
 from weft.runtime.weights import Part, Weights
 
 ROWS, COLUMNS = 8, 16
-NUM_VERSIONS = 5
+NUM_VERSIONS = 11
 WAIT_S = 600.0
 COUNTS, SHAPES = (20_000, 100_000), ((1, 1), (4, 2))
 

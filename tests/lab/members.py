@@ -36,6 +36,7 @@ def receive(num_bytes: str) -> None:
 def send(address: str, num_bytes: str) -> None:
     with socket.create_connection((address, PORT), timeout=WAIT_S) as connection:
         connection.sendall(bytes(int(num_bytes)))
+        print(connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16).rstrip(b"\0").decode(), flush=True)
 
 
 def place() -> None:

@@ -65,6 +65,13 @@ def test_the_uplink_of_a_rack_is_shared(tmp_path):
         moved(lab, 0, 1)
 
 
+def test_tcp_shares_a_nic_alike_on_every_machine():
+    with Lab(alike(hosts=2, nic=RATE)) as lab, program(lab, 1, "receive", "1") as receiver:
+        assert receiver.stdout.readline() == "listening\n"
+        with program(lab, 0, "send", lab.address(1), "1") as sender:
+            assert sender.communicate(timeout=WAIT_S)[0] == "reno\n"
+
+
 def test_a_host_that_is_cut_off_hears_nothing_until_it_is_healed():
     with Lab(alike(hosts=2, nic=RATE)) as lab, program(lab, 1, "receive", str(SIZE)) as receiver:
         assert receiver.stdout.readline() == "listening\n"

@@ -23,15 +23,10 @@ from weft.runtime.weights import Part
 Parts = dict[str, tuple[Part, tuple[int, ...]]]
 
 
-def quantized_names(model: Model) -> set[str]:
-    """Tensors an FP8 engine holds quantised."""
-    return {tensor.name for tensor in model.policy_tensors if tensor.quantized}
-
-
 def quantized_engine(model: Model) -> tuple[torch.nn.Module, Parts]:
     """An engine of one rank: FP8 matrices with their scales, everything else in BF16."""
     module = payload.module_of({t.name: t.shape for t in model.policy_tensors}, "cpu")
-    for name in quantized_names(model):
+    for name in payload.quantized_names(model):
         parameter = module.get_parameter(name)
         blocks = torch.zeros(scale_shape(tuple(parameter.shape)))
         codes = torch.zeros(parameter.shape, dtype=torch.uint8).view(torch.float8_e4m3fn)
@@ -45,9 +40,9 @@ def quantized_engine(model: Model) -> tuple[torch.nn.Module, Parts]:
 
 def is_quantized(module: torch.nn.Module, model: Model, version: int, steps: int) -> bool:
     """Whether an engine holds what the reference (weft/codec/fp8.py), in plain torch, makes of whole tensors."""
-    names = quantized_names(model)
+    names = payload.quantized_names(model)
     for tensor in model.policy_tensors:
-        whole = payload.normal(tensor.name, tensor.shape, version, steps)
+        whole = payload.normal(tensor.name, tensor.shape, version, steps, is_quantized=tensor.name in names)
         found = module.get_parameter(tensor.name)
         if tensor.name not in names:
             if not torch.equal(found, whole):
@@ -77,7 +72,7 @@ class QuantizedShare:
 
     def __init__(self, module: torch.nn.Module, model: Model, groups: Groups) -> None:
         self._source, self._groups = module, groups
-        self._names = quantized_names(model)
+        self._names = payload.quantized_names(model)
         self._share = torch.nn.Module()
         parts = {}
         for name, tensor, part in self._own():

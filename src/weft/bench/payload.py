@@ -123,20 +123,36 @@ def advance_normal(weights: torch.nn.Module, version: int) -> None:
         local.mul_(_FACTORS[version % 3] / _FACTORS[(version - 1) % 3])
 
 
-def advance_some_normal(module: torch.nn.Module, step: int) -> None:
-    """One element in PERIOD changes its sign, different ones at every step."""
-    for parameter in module.parameters():
+def advance_some_normal(module: torch.nn.Module, model: Model, step: int) -> None:
+    """One element in PERIOD changes, different ones at every step."""
+    quantized = quantized_names(model)
+    for name, parameter in module.named_parameters():
         local = parameter.to_local() if isinstance(parameter, DTensor) else parameter.data
         before = first_row(parameter) * (parameter.numel() // max(parameter.shape[0], 1))
-        local.view(-1)[(step * _STRIDE - before) % PERIOD :: PERIOD].neg_()
+        _change_some(local, step * _STRIDE - before, is_quantized=name in quantized)
 
 
-def normal(name: str, shape: tuple[int, ...], version: int, steps: int = 0) -> torch.Tensor:
+def _change_some(weights: torch.Tensor, first: int, *, is_quantized: bool) -> None:
+    """To the next number, as in training; where that would be rounded away, to the other sign, which keeps scales."""
+    if is_quantized:
+        weights.view(-1)[first % PERIOD :: PERIOD].neg_()
+    else:
+        weights.view(torch.int16).view(-1)[first % PERIOD :: PERIOD].add_(1)
+
+
+def quantized_names(model: Model) -> set[str]:
+    """Tensors an FP8 engine holds quantised."""
+    return {tensor.name for tensor in model.policy_tensors if tensor.quantized}
+
+
+def normal(
+    name: str, shape: tuple[int, ...], version: int, steps: int = 0, *, is_quantized: bool = True
+) -> torch.Tensor:
     """A tensor like those of a trained model, BF16, the same in every process; after some small steps."""
     generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
     whole = torch.randn(shape, generator=generator).mul_(0.02).to(torch.bfloat16)
     for step in range(1, steps + 1):
-        whole.view(-1)[step * _STRIDE % PERIOD :: PERIOD].neg_()
+        _change_some(whole, step * _STRIDE, is_quantized=is_quantized)
     return whole.mul_(_FACTORS[version % 3])
 
 

@@ -118,7 +118,7 @@ class BenchTrainer(BenchMember):
 
     def advance_some_normal(self, step: int) -> None:
         """The next version of them, one percent of which is new."""
-        payload.advance_some_normal(self.module, step)
+        payload.advance_some_normal(self.module, self.model, step)
 
     def last_sending(self) -> dict[str, Any]:
         """Of the last version: seconds each stage was busy, and the most bytes that were staged."""

@@ -16,6 +16,9 @@ _BURST_S = 0.005
 """What a card may send at once, in seconds of its rate: timers are not exact."""
 _MIN_BURST_BYTES = 128 << 10
 _QUEUE = "50ms"
+_CONGESTION = "reno"
+"""How TCP shares a card in labs: every kernel has it. BBR, the default of some machines, paces itself and leaves a card
+idle at times, and more so when many connections begin at once."""
 
 
 class Network:
@@ -84,8 +87,10 @@ class Network:
     def _host_lines(self, host: int) -> Iterator[str]:
         yield "link set lo up"
         for nic in range(len(self._spec.hosts[host].rates)):
-            yield f"addr add {self.address(host, nic)}/24 dev eth{nic}"
+            address = self.address(host, nic)
+            yield f"addr add {address}/24 dev eth{nic}"
             yield f"link set eth{nic} up"
+            yield f"route replace {_SUBNET}.{nic}.0/24 dev eth{nic} src {address} congctl {_CONGESTION}"
 
     def _limit(self, namespace: str, card: str, rate: int) -> None:
         burst = max(int(rate / 8 * _BURST_S), _MIN_BURST_BYTES)
