@@ -18,15 +18,17 @@ from weft.transport.nixl import NixlTransport
 from weft.transport.shm import ShmTransport
 
 ANSWER_S = 60.0
+NIXL_CARDS = {"nixl tcp": "lo", "nixl 2 cards": "lo,lo"}
+"""Devices of the kinds of NIXL between hosts. A card that is named twice has two agents, like two cards."""
 
 
 def make_transport(kind: str, member: str, *, writer: int = 0) -> Any:
-    """A transport between processes; NIXL stays on loopback, and `nixl tcp` uses no shared memory."""
+    """A transport between processes; NIXL stays on loopback, and uses no shared memory where its cards are named."""
     if kind == "nixl":
         return NixlTransport(member, writer=writer, devices="lo")
-    if kind == "nixl tcp":
+    if kind in NIXL_CARDS:
         with patch.dict(os.environ, UCX_TLS="tcp"):
-            return NixlTransport(member, writer=writer, devices="lo", is_near=False)
+            return NixlTransport(member, writer=writer, devices=NIXL_CARDS[kind], is_near=False)
     return {"shm": ShmTransport, "cma": CmaTransport}[kind](member, writer=writer)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tests.contract.targets import ProcessTarget, make_transport
+from tests.contract.targets import NIXL_CARDS, ProcessTarget, make_transport
 from tests.support.waiting import wait_until
 from weft.errors import PeerLost
 from weft.transport import nixl
@@ -19,11 +19,12 @@ SMALL_BYTES = 1 << 20
 SOON_S = 20.0
 
 
-def test_a_write_does_not_wait_for_one_to_a_peer_that_stands_still():
+@pytest.mark.parametrize("kind", NIXL_CARDS)
+def test_a_write_does_not_wait_for_one_to_a_peer_that_stands_still(kind):
     """Posted one after the other, as packed Chunks are: the second arrives although the first cannot."""
-    stopped = ProcessTarget("nixl tcp", NUM_BYTES)
-    other = ProcessTarget("nixl tcp", SMALL_BYTES, member="engine 1")
-    writer = make_transport("nixl tcp", "trainer 0")
+    stopped = ProcessTarget(kind, NUM_BYTES)
+    other = ProcessTarget(kind, SMALL_BYTES, member="engine 1")
+    writer = make_transport(kind, "trainer 0")
     try:
         source = np.random.default_rng(0).integers(0, 256, NUM_BYTES, dtype=np.uint8)
         writer.register(source.ctypes.data, NUM_BYTES)

@@ -19,7 +19,7 @@ from weft.transport.shm import ShmTransport
 
 NUM_BYTES = 1 << 20
 SOON_S = 5.0
-KINDS = ("local", "shm", "cma", "nixl")
+KINDS = ("local", "shm", "cma", "nixl", "nixl 2 cards")
 
 
 class Pair:

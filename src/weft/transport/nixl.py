@@ -9,12 +9,8 @@ Python code.
 from __future__ import annotations
 
 import hashlib
-import importlib
-import logging
-import os
 import threading
 import time
-import uuid
 import weakref
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -28,7 +24,7 @@ from numpy.typing import NDArray
 from weft import native
 from weft.core.geometry.planes import Column
 from weft.devices import CPU, DeviceWork, device_work, memory_kind
-from weft.errors import PeerLost, RegistrationError, TransferTimeout, TransportError, TransportUnavailable
+from weft.errors import PeerLost, RegistrationError, TransferTimeout, TransportError
 from weft.transport.base import (
     Batch,
     Descriptor,
@@ -43,27 +39,24 @@ from weft.transport.base import (
     digest_of,
 )
 from weft.transport.capabilities import CAPABILITIES
-from weft.transport.network_cards import rdma_cards
+from weft.transport.nixl_agents import CardAgent, divide, load, make_agents
 
 PIECE_BYTES = {"cpu": 4 << 20, "cuda": 2 << 30}
 """Largest descriptor: a CPU copies pieces in parallel; a GPU is fastest with few large ones."""
-RAIL_BYTES = 2 << 10
-"""Smallest part of a row for each of several network cards, over TCP. UCX puts shorter rows on the first card only;
-with its default these are rows of 4 KB, as engine ranks get them from matrices that are cut by columns. RDMA cards,
-which have not been tried, keep UCX's default."""
-_RAIL_VARIABLE = "UCX_MIN_RMA_CHUNK_SIZE"
-PROGRESS_PAUSE_US = 1000
 SHORTEST_LOOK_S, LONGEST_LOOK_S = 2e-5, 1e-3
 WRITE_DEADLINE_S = 200.0
 CUT_S = 2.0
 """A write that was given up is usually done by then. A stalled peer never accepts it, and NIXL keeps reading the source
 after the request and the peer were released: only ending the agent stops that (`docs/LOG.md`)."""
-_MODULES = ("nixl_cu13", "nixl_cu12")
+
+
+class _AgentData(msgspec.Struct, frozen=True):
+    name: str
+    metadata: bytes
 
 
 class _EndpointData(msgspec.Struct, frozen=True):
-    agent: str
-    metadata: bytes
+    agents: tuple[_AgentData, ...]
 
 
 class _Arrival(msgspec.Struct, frozen=True):
@@ -76,9 +69,9 @@ class _Arrival(msgspec.Struct, frozen=True):
 
 @dataclass
 class _Registered:
-    """One NIXL registration of several ranges."""
+    """One NIXL registration of several ranges, with every agent."""
 
-    handle: Any
+    handles: list[Any]
     count: int
 
     def is_last(self) -> bool:
@@ -102,19 +95,27 @@ class _Arrived:
             self.prefix += size
 
 
+@dataclass(frozen=True)
+class _Link:
+    """One of our agents, and the peer's agent it writes to."""
+
+    own: CardAgent
+    name: str
+
+
 @dataclass
 class _Peer:
-    agent: Any
-    name: str
+    links: list[_Link]
     ranges: Ranges = field(default_factory=Ranges)
     tag: int = 0
     posted: int = 0
     """Bytes under the last tag."""
     is_lost: bool = False
 
-    def reaches(self, agent: str, ranges: Ranges) -> bool:
-        """Whether this connection is to this agent, and all memory it knows is among these ranges."""
-        return self.name == agent and not self.is_lost and self.ranges.are_among(ranges)
+    def reaches(self, where: _EndpointData, ranges: Ranges) -> bool:
+        """Whether this connection is to these agents, and all memory it knows is among these ranges."""
+        is_same = {link.name for link in self.links} <= {known.name for known in where.agents}
+        return is_same and not self.is_lost and self.ranges.are_among(ranges)
 
     def note(self, writer: int, tag: int, num_bytes: int) -> bytes:
         """The announcement of the next bytes."""
@@ -125,16 +126,39 @@ class _Peer:
         return msgspec.msgpack.encode(note)
 
     def close(self) -> None:
-        self.agent.remove_remote_agent(self.name)
+        for link in self.links:
+            link.own.agent.remove_remote_agent(link.name)
+
+
+@dataclass(frozen=True, eq=False)
+class _CardTransfer:
+    """NIXL's handle of what one card writes of a batch; it keeps the agent alive."""
+
+    agent: Any
+    handle: Any
+    num_bytes: int
+
+    @property
+    def state(self) -> str:
+        return str(self.agent.check_xfer_state(self.handle))
 
 
 @dataclass(eq=False)
 class _PreparedTransfer:
-    """NIXL's handle of a batch, which keeps the agent alive; None once the agent was torn down."""
+    """A batch, as NIXL writes it."""
 
     peer: str
-    handle: Any
-    is_posted: bool = False
+    cards: list[_CardTransfer]
+    """Empty once the agents were torn down."""
+    under_way: list[_CardTransfer] = field(default_factory=list)
+
+    @property
+    def is_torn(self) -> bool:
+        return not self.cards
+
+    def tear(self) -> None:
+        """Let go of the agents."""
+        self.cards, self.under_way = [], []
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,11 +181,14 @@ class _Write:
     given_up_at: float | None = None
     digest: Future[int] | None = None
     """Of what is written, found while the bytes travel; replicas share it."""
-    is_written: bool = False
+    is_over: bool = False
+    """No card writes any longer."""
+    failure: TransportError | None = None
+    """Of one card; the others may still be writing."""
 
 
 class NixlTransport(Transport[_Peer]):
-    """One NIXL agent with the UCX backend, for the memory of one device."""
+    """NIXL with the UCX backend, for the memory of one device."""
 
     capabilities = CAPABILITIES["nixl"]
 
@@ -175,25 +202,20 @@ class NixlTransport(Transport[_Peer]):
         devices: str = "",
         is_near: bool = True,
     ) -> None:
-        """`devices` limits UCX to some network devices, such as `lo` or `mlx5_0:1`; empty: all.
+        """`devices` limits UCX to some network devices, such as `lo` or `mlx5_0:1`; empty: all. Several Ethernet cards
+        get an agent each.
 
         `is_near`: whether any peer is on this host. NIXL's own threads then copy; for others they would only spin.
         """
-        api, bindings = _load()
+        api, bindings = load()
         super().__init__(member, writer=writer, num_threads=num_threads)
         self._kind = "DRAM" if memory_kind(device) == CPU else "VRAM"
         self._piece_bytes = PIECE_BYTES[memory_kind(device)]
         self._device_number = 0 if device == CPU else int(device.partition(":")[2])
         self._work = device_work(device)
         self._errors = bindings
-        self._agent_name = f"{member} {uuid.uuid4().hex}"
-        parameters = {"num_threads": str(num_threads if is_near else 0), "split_batch_size": "16"}
-        of_ucx = [f"NET_DEVICES={devices}"] if devices else []
-        if not (is_near or rdma_cards() or _RAIL_VARIABLE in os.environ):
-            of_ucx.append(f"{_RAIL_VARIABLE.removeprefix('UCX_')}={RAIL_BYTES}")
-        if of_ucx:
-            parameters["engine_config"] = ",".join(of_ucx)
-        self._agent = _make_agent(api, self._agent_name, parameters)
+        self._agents = make_agents(api, member, devices=devices, is_near=is_near, num_threads=num_threads)
+        self._num_prepared = 0
         self._lists: dict[tuple[int, int], _Registered | None] = {}
         """What is registered with NIXL; None: registered as a part of another range."""
         self._host_sources: set[tuple[int, int]] = set()
@@ -210,8 +232,9 @@ class NixlTransport(Transport[_Peer]):
 
     @property
     def endpoint(self) -> Endpoint:
-        """The agent and everything registered so far; read it after registering."""
-        data = _EndpointData(self._agent_name, self._agent.get_agent_metadata())
+        """The agents and everything registered so far; read it after registering."""
+        agents = tuple(_AgentData(each.name, each.agent.get_agent_metadata()) for each in self._agents)
+        data = _EndpointData(agents)
         return Endpoint(transport="nixl", member=self.member, data=msgspec.msgpack.encode(data))
 
     def _describe(self, address: int, num_bytes: int) -> Descriptor:
@@ -260,10 +283,12 @@ class NixlTransport(Transport[_Peer]):
         self.register_all(ranges)
         return [Handle(address=address, num_bytes=num_bytes) for address, num_bytes in ranges]
 
-    def _register(self, ranges: Sequence[tuple[int, int]], device: int, kind: str) -> Any:
-        """NIXL's own registration."""
+    def _register(self, ranges: Sequence[tuple[int, int]], device: int, kind: str) -> list[Any]:
+        """NIXL's own registrations, of each agent."""
         try:
-            return self._agent.register_memory([(*known, device, "") for known in ranges], kind)
+            return [
+                each.agent.register_memory([(*known, device, "") for known in ranges], kind) for each in self._agents
+            ]
         except Exception as error:
             total = sum(size for _, size in ranges)
             raise RegistrationError(
@@ -286,7 +311,11 @@ class NixlTransport(Transport[_Peer]):
             self._host_sources.discard((handle.address, handle.num_bytes))
             registered = self._lists.pop((handle.address, handle.num_bytes), None)  # None if this was torn down
             if registered is not None and registered.is_last():
-                self._agent.deregister_memory(registered.handle)
+                self._deregister(registered)
+
+    def _deregister(self, registered: _Registered) -> None:
+        for each, handle in zip(self._agents, registered.handles, strict=True):
+            each.agent.deregister_memory(handle)
 
     def _open(self, endpoint: Endpoint, descriptors: Sequence[Descriptor]) -> _Peer:
         where = msgspec.msgpack.decode(endpoint.data, type=_EndpointData)
@@ -294,34 +323,39 @@ class NixlTransport(Transport[_Peer]):
         for descriptor in descriptors:
             ranges.add(descriptor.address, descriptor.num_bytes)
         known = self._peers.get(endpoint.member)
-        is_known = known is not None and known.reaches(where.agent, ranges)
+        is_known = known is not None and known.reaches(where, ranges)
         if is_known:  # NIXL keeps the sockets of connections it is told to remove
             del self._peers[endpoint.member]
         else:
             self.disconnect(endpoint.member)
         try:
-            name = self._agent.add_remote_agent(where.metadata).decode()
-            if not is_known:
-                self._agent.make_connection(name)
+            links = [
+                self._link(own, where.agents[number % len(where.agents)], is_known=is_known)
+                for number, own in enumerate(self._agents)
+            ]
         except Exception as error:
             raise self._failure(error, endpoint.member) from error
-        return _Peer(agent=self._agent, name=name, ranges=ranges)
+        return _Peer(links=links, ranges=ranges)
+
+    @staticmethod
+    def _link(own: CardAgent, theirs: _AgentData, *, is_known: bool) -> _Link:
+        name = own.agent.add_remote_agent(theirs.metadata).decode()
+        if not is_known:
+            own.agent.make_connection(name)
+        return _Link(own, name)
 
     def _translate(self, peer: _Peer, batch: Batch, at: NDArray[np.int64]) -> Batch:
         """Rows become NIXL descriptors, prepared once and posted for every version."""
         rows = cut_rows(batch, self._piece_bytes)
         try:
             on_host = self._is_on_host(rows)
-            table = self._table(rows.src, rows.length, 0 if on_host else self._device_number)
-            local = self._agent.prep_xfer_dlist("NIXL_INIT_AGENT", table, "DRAM" if on_host else self._kind)
-            table = self._table(rows.dst, rows.length, self._device_number)
-            remote = self._agent.prep_xfer_dlist(peer.name, table, self._kind)
-            order = np.arange(rows.num_rows, dtype=np.int32)
-            transfer = _PreparedTransfer(
-                batch.peer, self._agent.make_prepped_xfer("WRITE", local, order, remote, order)
-            )
+            names = {link.own.name: link.name for link in peer.links}
+            shares = divide(rows, self._agents, first=self._num_prepared)
+            cards = [self._prepare_card(own, names[own.name], share, on_host=on_host) for own, share in shares]
+            transfer = _PreparedTransfer(batch.peer, cards)
         except Exception as error:
             raise self._failure(error, batch.peer) from error
+        self._num_prepared += 1
         self._transfers.add(transfer)
         return _NixlBatch(
             peer=batch.peer,
@@ -334,6 +368,16 @@ class NixlTransport(Transport[_Peer]):
             work=native if on_host else self._work,
             digest_key=_digest_key(rows),
         )
+
+    def _prepare_card(self, own: CardAgent, name: str, rows: Batch, *, on_host: bool) -> _CardTransfer:
+        """What one agent writes."""
+        table = self._table(rows.src, rows.length, 0 if on_host else self._device_number)
+        local = own.agent.prep_xfer_dlist("NIXL_INIT_AGENT", table, "DRAM" if on_host else self._kind)
+        table = self._table(rows.dst, rows.length, self._device_number)
+        remote = own.agent.prep_xfer_dlist(name, table, self._kind)
+        order = np.arange(rows.num_rows, dtype=np.int32)
+        handle = own.agent.make_prepped_xfer("WRITE", local, order, remote, order)
+        return _CardTransfer(own.agent, handle, rows.num_bytes)
 
     def _is_on_host(self, rows: Batch) -> bool:
         """Whether these rows are read from pinned host memory."""
@@ -371,7 +415,7 @@ class NixlTransport(Transport[_Peer]):
         digests: dict[bytes, Future[int]] = {}
         for write in writes:
             try:
-                self._begin(write.batch, tag, write.cancelled)
+                self._begin(write, tag)
             except Exception as error:
                 write.future.set_exception(error)
             else:
@@ -382,19 +426,24 @@ class NixlTransport(Transport[_Peer]):
                 self._under_way.append(write)
         self._watcher.submit(self._watch)
 
-    def _begin(self, batch: _NixlBatch, tag: int, cancelled: threading.Event) -> None:
-        """Post a write. Once posted it cannot be stopped."""
+    def _begin(self, write: _Write, tag: int) -> None:
+        """Post a write. Once a card has begun it cannot be stopped; if then another cannot, that is told at the end."""
+        batch, transfer = write.batch, write.batch.transfer
         with self._posting:
             self._check_whole(batch)
             peer = self._known(batch.peer)
-            if cancelled.is_set():
+            if write.cancelled.is_set():
                 raise TransportError(f"writing to {batch.peer} was stopped before it began")
-            note = peer.note(self._writer_number, tag, batch.num_bytes)
-            try:
-                self._agent.transfer(batch.transfer.handle, note)
-                batch.transfer.is_posted = True
-            except Exception as error:
-                raise self._failure(error, batch.peer) from error
+            transfer.under_way = []
+            for card in transfer.cards:
+                try:
+                    card.agent.transfer(card.handle, peer.note(self._writer_number, tag, card.num_bytes))
+                except Exception as error:
+                    write.failure = self._failure(error, batch.peer)
+                    break
+                transfer.under_way.append(card)
+            if write.failure is not None and not transfer.under_way:
+                raise write.failure
 
     def _watch(self) -> None:
         """Look at all writes under way until they have ended: NIXL announces a write when it is seen to have.
@@ -415,8 +464,10 @@ class NixlTransport(Transport[_Peer]):
         """Look at one write; tells whoever waits for it how it ended."""
         assert write.digest is not None
         try:
-            write.is_written = write.is_written or self._is_written(write)
-            if write.is_written and write.digest.done():
+            write.is_over = write.is_over or self._is_over(write)
+            if write.is_over and write.failure is not None:
+                raise write.failure
+            if write.is_over and write.digest.done():
                 write.future.set_result(WriteResult(num_bytes=write.batch.num_bytes, digest=write.digest.result()))
         except Exception as error:
             wait([write.digest])  # it reads the source, which may be freed once this is known to have failed
@@ -424,23 +475,28 @@ class NixlTransport(Transport[_Peer]):
             write.future.set_exception(error if is_ours else self._failure(error, write.batch.peer))
         return write.future.done()
 
-    def _is_written(self, write: _Write) -> bool:
-        """Whether all bytes of a write have arrived."""
-        batch = write.batch
+    def _is_over(self, write: _Write) -> bool:
+        """Whether no card writes any longer."""
+        batch, transfer = write.batch, write.batch.transfer
         self._check_whole(batch)
-        state = self._agent.check_xfer_state(batch.transfer.handle)
-        if state == "PROC":
+        for card in list(transfer.under_way):
+            try:
+                state = card.state
+            except Exception as error:
+                state, write.failure = "ERR", self._failure(error, batch.peer)
+            if state == "PROC":
+                continue
+            transfer.under_way.remove(card)
+            if state != "DONE" and write.failure is None:
+                write.failure = TransportError(f"NIXL reports {state} for a write to {batch.peer}")
+        if transfer.under_way:
             self._check_late(write)
-            return False
-        batch.transfer.is_posted = False
-        if state != "DONE":
-            raise TransportError(f"NIXL reports {state} for a write to {batch.peer}")
-        return True
+        return not transfer.under_way
 
     def _check_late(self, write: _Write) -> None:
         """A write that was given up, or takes far too long, is stopped by tearing this side down."""
         now = time.monotonic()
-        if write.given_up_at is None and write.cancelled.is_set():
+        if write.given_up_at is None and (write.cancelled.is_set() or write.failure is not None):
             write.given_up_at = now
         is_cut = write.given_up_at is not None and now > write.given_up_at + CUT_S
         if is_cut or now > write.began_at + WRITE_DEADLINE_S:
@@ -449,28 +505,28 @@ class NixlTransport(Transport[_Peer]):
             raise PeerLost(f"{write.batch.peer} did not accept {took}")
 
     def _tear_down(self) -> None:
-        """End the agent and with it everything in flight; the transport cannot be used afterwards."""
+        """End the agents and with them everything in flight; the transport cannot be used afterwards."""
         with self._posting:
             for transfer in list(self._transfers):
-                if transfer.is_posted and self._agent.check_xfer_state(transfer.handle) == "PROC":
+                if any(card.state == "PROC" for card in transfer.under_way):
                     self.cut_peers |= {transfer.peer}
-                transfer.handle = None
-            self._peers, self._lists, self._agent = {}, {}, None
+                transfer.tear()
+            self._peers, self._lists, self._agents = {}, {}, []
 
     def _check_whole(self, batch: _NixlBatch) -> None:
-        if batch.transfer.handle is None:
+        if batch.transfer.is_torn:
             raise PeerLost(f"{batch.peer} is not connected: {', '.join(sorted(self.cut_peers))} had to be cut off")
 
     def write_bare(self, batches: Sequence[Batch]) -> None:
         """Post batches and wait, with nothing of weft around them: the baseline of benchmarks."""
-        transfers = [batch.transfer.handle for batch in batches if isinstance(batch, _NixlBatch)]
+        cards = [card for batch in batches if isinstance(batch, _NixlBatch) for card in batch.transfer.cards]
         deadline = time.monotonic() + WRITE_DEADLINE_S
-        waiting = [transfer for transfer in transfers if self._agent.transfer(transfer) == "PROC"]
+        waiting = [card for card in cards if card.agent.transfer(card.handle) == "PROC"]
         while waiting:
             if time.monotonic() > deadline:
                 raise TransferTimeout(f"NIXL did not finish in {WRITE_DEADLINE_S} s")
             time.sleep(SHORTEST_LOOK_S)
-            waiting = [transfer for transfer in waiting if self._agent.check_xfer_state(transfer) == "PROC"]
+            waiting = [card for card in waiting if card.state == "PROC"]
 
     def _failure(self, error: Exception, peer: str) -> TransportError:
         """Maps NIXL's errors to weft's."""
@@ -484,17 +540,21 @@ class NixlTransport(Transport[_Peer]):
     def arrived(self, tag: int, *, writer: int) -> int:
         """Bytes announced by a writer, in the order it posted them; NIXL delivers an announcement after its data."""
         with self._lock:
-            for notes in self._agent.get_new_notifs().values():
-                for note in notes:
-                    self._count(note)
+            for note in self._new_notes():
+                self._count(note)
             found = self._arrived.get((tag, writer))
             return 0 if found is None else found.prefix
+
+    def _new_notes(self) -> list[bytes]:
+        """What peers announced since the last look."""
+        return [note for each in self._agents for notes in each.agent.get_new_notifs().values() for note in notes]
 
     def credit(self, peer: str, tag: int, num_bytes: int) -> None:
         """A notification without data."""
         known = self._known(peer)
+        link = known.links[0]
         try:
-            self._agent.send_notif(known.name, known.note(self._writer_number, tag, num_bytes))
+            link.own.agent.send_notif(link.name, known.note(self._writer_number, tag, num_bytes))
         except Exception as error:
             raise self._failure(error, peer) from error
 
@@ -513,16 +573,16 @@ class NixlTransport(Transport[_Peer]):
     def forget_arrivals(self) -> None:
         """Drop all announcements, read or unread."""
         with self._lock:
-            self._agent.get_new_notifs()
+            self._new_notes()
             self._arrived = {}
 
     def _release(self) -> None:
-        """Without its agent nothing in this process is reachable: connections and keys end with it."""
+        """Without its agents nothing in this process is reachable: connections and keys end with them."""
         for registered in {id(known): known for known in self._lists.values() if known is not None}.values():
-            self._agent.deregister_memory(registered.handle)
+            self._deregister(registered)
         for transfer in list(self._transfers):
-            transfer.handle = None
-        self._lists, self._agent = {}, None
+            transfer.tear()
+        self._lists, self._agents = {}, []
 
 
 def _digest_key(rows: Batch) -> bytes:
@@ -540,43 +600,6 @@ def _is_pinned(address: int, num_bytes: int) -> bool:
     return pinned_view(address, num_bytes) is not None
 
 
-def _load() -> tuple[Any, Any]:
-    """The Python binding, whichever CUDA build is installed; CPU memory needs no CUDA."""
-    for name in _MODULES:
-        try:
-            found = importlib.import_module(f"{name}._api"), importlib.import_module(f"{name}._bindings")
-            logging.getLogger("nixl").setLevel(logging.WARNING)  # it prints a greeting on stdout, which is for data
-            return found
-        except ImportError:
-            continue
-    raise TransportUnavailable("NIXL is not installed", hint="pip install --no-deps nixl-cu13==1.5.1")
-
-
 def look_s(waited_s: float) -> float:
     """When to look again after nothing has ended for so long: soon at first, then after a 256th of it."""
     return min(max(waited_s / 256, SHORTEST_LOOK_S), LONGEST_LOOK_S)
-
-
-def _make_agent(api: Any, name: str, parameters: dict[str, str]) -> Any:
-    """An agent whose progress thread pauses between polls; the wrapper hard-codes a busy loop."""
-    base = api.nixlBind.nixlAgentConfig
-
-    class PausingConfig(base):  # type: ignore[misc, valid-type]
-        @property
-        def pthrDelay(self) -> int:
-            return int(base.pthrDelay.__get__(self))
-
-        @pthrDelay.setter
-        def pthrDelay(self, _: int) -> None:
-            base.pthrDelay.__set__(self, PROGRESS_PAUSE_US)
-
-    settings = api.nixl_agent_config(
-        enable_prog_thread=True, backends=[], sync_mode=api.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT
-    )
-    api.nixlBind.nixlAgentConfig = PausingConfig
-    try:
-        agent = api.nixl_agent(name, settings)
-    finally:
-        api.nixlBind.nixlAgentConfig = base
-    agent.create_backend("UCX", parameters)
-    return agent
