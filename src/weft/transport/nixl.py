@@ -114,7 +114,8 @@ class _Peer:
 
     def reaches(self, where: _EndpointData, ranges: Ranges) -> bool:
         """Whether this connection is to these agents, and all memory it knows is among these ranges."""
-        is_same = {link.name for link in self.links} <= {known.name for known in where.agents}
+        known = [agent.name for agent in where.agents]
+        is_same = [link.name for link in self.links] == known[: len(self.links)]
         return is_same and not self.is_lost and self.ranges.are_among(ranges)
 
     def note(self, writer: int, tag: int, num_bytes: int) -> bytes:
@@ -330,8 +331,8 @@ class NixlTransport(Transport[_Peer]):
             self.disconnect(endpoint.member)
         try:
             links = [
-                self._link(own, where.agents[number % len(where.agents)], is_known=is_known)
-                for number, own in enumerate(self._agents)
+                self._link(own, theirs, is_known=is_known)
+                for own, theirs in zip(self._agents, where.agents, strict=False)  # as many cards as both have
             ]
         except Exception as error:
             raise self._failure(error, endpoint.member) from error
@@ -349,8 +350,8 @@ class NixlTransport(Transport[_Peer]):
         rows = cut_rows(batch, self._piece_bytes)
         try:
             on_host = self._is_on_host(rows)
+            shares = divide(rows, [link.own for link in peer.links], first=self._num_prepared)
             names = {link.own.name: link.name for link in peer.links}
-            shares = divide(rows, self._agents, first=self._num_prepared)
             cards = [self._prepare_card(own, names[own.name], share, on_host=on_host) for own, share in shares]
             transfer = _PreparedTransfer(batch.peer, cards)
         except Exception as error:

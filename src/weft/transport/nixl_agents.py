@@ -75,8 +75,8 @@ def divide(rows: Batch, agents: Sequence[CardAgent], *, first: int) -> list[tupl
         return [(agents[first % len(agents)], rows)]
     ends = np.cumsum(rows.length)
     starts = ends - rows.length
-    cuts = np.round(np.cumsum([0.0, *(agent.share for agent in agents)]) * rows.num_bytes / 64).astype(np.uint64)
-    cuts = np.minimum(cuts * np.uint64(64), ends[-1])
+    shares = np.cumsum([0.0, *(agent.share for agent in agents)])
+    cuts = np.minimum((shares / shares[-1] * rows.num_bytes / 64).round().astype(np.uint64) * np.uint64(64), ends[-1])
     cuts[-1] = ends[-1]
     return [
         (agent, _between(rows, starts, ends, low, high))
