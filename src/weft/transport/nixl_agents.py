@@ -11,7 +11,8 @@ import logging
 import os
 import socket
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -53,8 +54,24 @@ def make_agents(api: Any, member: str, *, devices: str, is_near: bool, num_threa
         if of_ucx:
             parameters["engine_config"] = ",".join(of_ucx)
         name = f"{member} {uuid.uuid4().hex}"
-        made.append(CardAgent(name=name, agent=_make_agent(api, name, parameters), share=share))
+        with _only_device(card if cards else ""):
+            made.append(CardAgent(name=name, agent=_make_agent(api, name, parameters), share=share))
     return made
+
+
+@contextmanager
+def _only_device(card: str) -> Iterator[None]:
+    """UCX's environment names this card, inside this context: it goes before an agent's parameters. Empty: as it is."""
+    before = os.environ.get(_DEVICES_VARIABLE)
+    try:
+        if card:
+            os.environ[_DEVICES_VARIABLE] = card
+        yield
+    finally:
+        if card and before is None:
+            del os.environ[_DEVICES_VARIABLE]
+        elif before is not None:
+            os.environ[_DEVICES_VARIABLE] = before
 
 
 def divided_cards(devices: str) -> list[tuple[str, float]]:
