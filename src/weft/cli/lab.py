@@ -110,6 +110,8 @@ def _as_json(each: NicTraffic) -> dict[str, int]:
         "nic": each.nic,
         "sent_bytes": each.sent_bytes,
         "received_bytes": each.received_bytes,
+        "sent_packets": each.sent_packets,
+        "received_packets": each.received_packets,
     }
 
 

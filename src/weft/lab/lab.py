@@ -31,6 +31,9 @@ class NicTraffic:
     nic: int
     sent_bytes: int
     received_bytes: int
+    sent_packets: int
+    received_packets: int
+    """Of any length up to 64 KB: those of fast cards are counted before they are cut into frames."""
 
 
 class Lab:
@@ -121,6 +124,6 @@ class Lab:
     def traffic(self) -> list[NicTraffic]:
         """What every NIC has carried since the lab was made, as the switches count it."""
         return [
-            NicTraffic(host=host, nic=nic, sent_bytes=sent, received_bytes=received)
-            for (host, nic), (sent, received) in sorted(self._network.counters().items())
+            NicTraffic(host=host, nic=nic, **found._asdict())
+            for (host, nic), found in sorted(self._network.counters().items())
         ]

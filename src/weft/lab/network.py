@@ -7,18 +7,30 @@ same rate. A rack has a switch of its own on every rail, with an uplink to the r
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 from weft.lab.commands import batch, call, links, namespaces
 from weft.lab.spec import LabSpec
 
 _SUBNET = "10.77"
-_BURST_S = 0.005
-"""What a card may send at once, in seconds of its rate: timers are not exact."""
-_MIN_BURST_BYTES = 128 << 10
-_QUEUE = "50ms"
+_BURST_S, _SLOW_BURST_S = 0.005, 0.1
+"""What a card may send at once, in seconds of its rate: timers are not exact. Slow cards have more time."""
+_PACKET_BYTES, _FRAMES_BYTES = 128 << 10, 4 << 10
+"""More than a packet before it is cut into frames, and more than two frames: the least for fast and for slow cards."""
+_QUEUE_S, _MIN_QUEUE_BYTES = 0.05, 128 << 10
+"""What may wait for a card."""
 _CONGESTION = "reno"
 """How TCP shares a card in labs: every kernel has it. BBR, the default of some machines, paces itself and leaves a card
 idle at times, and more so when many connections begin at once."""
+
+
+class Counters(NamedTuple):
+    """What a host has sent and received over one NIC."""
+
+    sent_bytes: int
+    received_bytes: int
+    sent_packets: int
+    received_packets: int
 
 
 class Network:
@@ -93,8 +105,11 @@ class Network:
             yield f"route replace {_SUBNET}.{nic}.0/24 dev eth{nic} src {address} congctl {_CONGESTION}"
 
     def _limit(self, namespace: str, card: str, rate: int) -> None:
-        burst = max(int(rate / 8 * _BURST_S), _MIN_BURST_BYTES)
-        what = f"tbf rate {rate}bit burst {burst}b latency {_QUEUE}"
+        bytes_per_s = rate / 8
+        least = max(min(bytes_per_s * _SLOW_BURST_S, _PACKET_BYTES), _FRAMES_BYTES)
+        burst = int(max(bytes_per_s * _BURST_S, least))
+        limit = burst + int(max(bytes_per_s * _QUEUE_S, _MIN_QUEUE_BYTES))
+        what = f"tbf rate {rate}bit burst {burst}b limit {limit}b"
         call("tc", "-n", namespace, "qdisc", "replace", "dev", card, "root", *what.split())
 
     def slow(self, host: int, rate: int) -> None:
@@ -120,13 +135,12 @@ class Network:
         num_nics = len(self._spec.hosts[host].rates)
         batch("ip", [f"link set {_port(host, nic)} {state}" for nic in range(num_nics)], namespace=self._switch)
 
-    def counters(self) -> dict[tuple[int, int], tuple[int, int]]:
-        """Bytes that (host, NIC) has sent and received, as the switch counts them."""
+    def counters(self) -> dict[tuple[int, int], Counters]:
+        """Of every (host, NIC), as the switch counts them."""
         found = {link["ifname"]: link["stats64"] for link in links(self._switch)}
         return {
-            (host, nic): (
-                int(found[_port(host, nic)]["rx"]["bytes"]),
-                int(found[_port(host, nic)]["tx"]["bytes"]),
+            (host, nic): Counters(
+                *(int(found[_port(host, nic)][way][unit]) for unit in ("bytes", "packets") for way in ("rx", "tx"))
             )
             for host, nic in self._cards()
         }

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from weft.bench.fleet import answer_requests
-from weft.bench.scaling.sockets import Sink, stream
+from weft.bench.scaling.sockets import Sink, Streams
 from weft.bench.worker import BenchEngine, BenchTrainer, Setup
 from weft.config import TransferSettings
 from weft.runtime.control.security import Security
@@ -22,9 +22,21 @@ from weft.runtime.controller.controller import Controller
 class ScalingTrainer(BenchTrainer):
     """A trainer on a host of its own."""
 
-    def stream(self, sinks: Sequence[tuple[str, int]], num_bytes: int, start: float) -> tuple[float, float]:
-        """Send so many bytes to each sink through plain sockets."""
-        return stream(sinks, num_bytes, start)
+    _streams: Streams | None = None
+
+    def connect(self, sinks: Sequence[tuple[str, int]]) -> None:
+        """Open plain sockets to these sinks."""
+        self._streams = Streams(sinks)
+
+    def stream(self, num_bytes: int, start: float) -> tuple[float, float]:
+        """Send so many bytes to each sink."""
+        assert self._streams is not None
+        return self._streams.send(num_bytes, start)
+
+    def disconnect(self) -> None:
+        """Close them."""
+        assert self._streams is not None
+        self._streams.close()
 
 
 class ScalingEngine(BenchEngine):
@@ -32,14 +44,14 @@ class ScalingEngine(BenchEngine):
 
     _sink: Sink | None = None
 
-    def listen(self, num_senders: int, num_bytes: int) -> tuple[str, int]:
-        """Wait for bytes from plain sockets; returns where."""
+    def listen(self) -> tuple[str, int]:
+        """Take bytes from plain sockets; returns where."""
         address = os.environ["WEFT_LAB_ADDRESS"]
-        self._sink = Sink(address, num_senders=num_senders, num_bytes=num_bytes)
+        self._sink = Sink(address)
         return address, self._sink.port
 
-    def collect(self) -> None:
-        """Wait until they are there."""
+    def stop_listening(self) -> None:
+        """Take no more."""
         assert self._sink is not None
         self._sink.close()
 

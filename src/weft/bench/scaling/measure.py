@@ -2,7 +2,8 @@
 
 Trainers hold FSDP2 shards of a model, the engine's ranks its tensor-parallel parts; each is a host of its own, and so
 is the controller. FP8 engines have one rank each. Times are medians; afterwards every element is compared. The limit
-are the NICs: of the senders, or of the receivers where these are fewer.
+are the NICs: of the senders, or of the receivers where these are fewer. Collectives are bound by the NIC of rank 0, so
+they are measured with the fewest and with the most senders only.
 
 With a slow host, the largest number of senders is measured once more: the last of them carries a tenth, which the
 controller finds out and plans around.
@@ -44,8 +45,8 @@ class _Measurement:
             with self._running(FleetShape(num_senders=num_senders, num_receivers=self._case.num_receivers)) as run:
                 rate = rates[num_senders] = run.sockets()
                 run.dense(rate)
-                run.patches()
-                if baselines:
+                run.patches(rate)
+                if baselines and num_senders in (min(self._case.num_senders), max(self._case.num_senders)):
                     run.collectives()
             yield from run.rows
         most = max(self._case.num_senders)
@@ -59,7 +60,7 @@ class _Measurement:
         )
         with self._running(fleet) as run:
             run.dense(rates[most], method="weft, FP8 engines")
-            run.patches()
+            run.patches(rates[most])
         yield from run.rows
         if self._case.slow_host and most > 1:
             yield from self._with_slow_host(most, rates[most])

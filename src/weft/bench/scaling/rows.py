@@ -78,7 +78,7 @@ class ScalingRow:
     cpu_share: float = 0.0
     """How busy the machine's cores were: a network that waits for them is not measured."""
     sent_bytes: int = 0
-    """Bytes on the NICs of the senders for one version, as the switches count them."""
+    """Bytes on the NICs of the senders for one version, as the switches count them, without the headers of packets."""
     planned_bytes: int = 0
     """Bytes of weights one version puts on them, as planned or, for patches, as weft counts them."""
 

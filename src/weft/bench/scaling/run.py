@@ -31,6 +31,8 @@ REPLAN_VERSIONS = 4
 """After so many versions a controller has seen, and planned around, a slow host."""
 CHANGED = 0.01
 """Fraction of elements that differ between versions sent as patches."""
+HEADER_BYTES = 66
+"""Of a packet of TCP with timestamps, as switches count it. Over slow NICs, packets are small."""
 PATCH_SHARE = 0.01
 """What NICs carry while patches are measured: at their full rate the cores, not the NICs, would take longest."""
 
@@ -81,7 +83,8 @@ class Run:
     def sockets(self) -> float:
         """Plain sockets between the same hosts, over their first NICs; returns the bytes per second of one."""
         total = self._plan_at(self._nic_bytes_per_s).total_bytes
-        self._measure("plain sockets", lambda: self._stream(total), num_bytes=total, is_verified=False)
+        with self._plain_sockets():
+            self._measure("plain sockets", lambda: self._stream(total), num_bytes=total, is_verified=False)
         return total / self.rows[-1].seconds / self._fleet.num_bound
 
     def dense(self, socket_rate: float, *, method: str = "weft", rebalance: bool = False) -> None:
@@ -94,14 +97,14 @@ class Run:
             predicted, bound = predict_plan(plan), balance(plan).bound_s
             self._measure(method, self._whole_version, num_bytes=plan.total_bytes, predicted_s=predicted, bound_s=bound)
 
-    def patches(self) -> None:
-        """Versions in which one percent is new, over slower NICs."""
+    def patches(self, socket_rate: float) -> None:
+        """Versions in which one percent is new, over slower NICs. `socket_rate`: over one NIC at its full rate."""
         settings = TransferSettings(transport="nixl", version_s=VERSION_S, delta=DeltaPolicy.ON)
         with OpenFleet(self._processes, settings):
             self._whole_version()  # the first one is sent whole
             self._small_version()
             with self._slowed():
-                plan = self._plan_at(self._socket_rate(self._wire_bytes()))
+                plan = self._plan_at(socket_rate * PATCH_SHARE)
                 predicted = predict_plan(plan, density=CHANGED)
                 method = f"weft{self._kind}, {CHANGED:.0%} changed, NICs at {PATCH_SHARE:.0%}"
                 self._measure(method, self._small_version, num_bytes=plan.total_bytes, predicted_s=predicted)
@@ -119,11 +122,6 @@ class Run:
             self._nic_bytes_per_s = rate
             for host in hosts:
                 self._lab.heal(host)
-
-    def _socket_rate(self, num_bytes: int) -> float:
-        """Bytes per second of one NIC while plain sockets move so many bytes in all."""
-        seconds = statistics.median(self._stream(num_bytes) for _ in range(self._repeat))
-        return num_bytes / seconds / self._fleet.num_bound
 
     def _wire_bytes(self) -> int:
         """Bytes of weights the last version put on the NICs, as weft counts them."""
@@ -202,20 +200,25 @@ class Run:
         return all(self._processes.call("engine", check, version=self._version, steps=self._small_steps))
 
     def _sent_bytes(self) -> int:
-        """Bytes that have left the senders' hosts."""
+        """Bytes that have left the senders' hosts, without the headers of packets."""
         first = self._fleet.num_receivers + 1
         hosts = range(first, first + self._fleet.num_senders)
-        return sum(each.sent_bytes for each in self._lab.traffic() if each.host in hosts)
+        sent = [each for each in self._lab.traffic() if each.host in hosts]
+        return sum(each.sent_bytes - each.sent_packets * HEADER_BYTES for each in sent)
+
+    @contextmanager
+    def _plain_sockets(self) -> Iterator[None]:
+        """Open between all senders and all receivers, inside this context."""
+        self._processes.call("trainer", "connect", sinks=self._processes.call("engine", "listen"))
+        try:
+            yield
+        finally:
+            self._processes.call("trainer", "disconnect")
+            self._processes.call("engine", "stop_listening")
 
     def _stream(self, total: int) -> float:
         each = total // (self._fleet.num_senders * self._fleet.num_receivers)
-        sinks = self._processes.call("engine", "listen", num_senders=self._fleet.num_senders, num_bytes=each)
-        start = self._processes.soon()
-        (spans,) = self._processes.answers(
-            self._processes.ask("trainer", "stream", sinks=sinks, num_bytes=each, start=start)
-        )
-        self._processes.call("engine", "collect")
-        return _elapsed(spans)
+        return _elapsed(self._processes.call("trainer", "stream", num_bytes=each, start=self._processes.soon()))
 
     def _whole_version(self) -> float:
         self._advance()

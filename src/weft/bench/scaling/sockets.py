@@ -1,4 +1,8 @@
-"""Plain sockets between hosts: the rate a network has for programs that do nothing else."""
+"""Plain sockets between hosts: the rate a network has for programs that do nothing else.
+
+Connections stay open from one measurement to the next, as weft's do from one version to the next: a new connection
+begins slowly.
+"""
 
 from __future__ import annotations
 
@@ -9,52 +13,68 @@ from collections.abc import Sequence
 
 WAIT_S = 300.0
 PIECE_BYTES = 1 << 20
+_HEADER_BYTES = 8
 
 
 class Sink:
-    """Reads so many bytes from each of some senders, and tells each when it has them."""
+    """Reads what senders announce, and tells each when it is there."""
 
-    def __init__(self, address: str, *, num_senders: int, num_bytes: int) -> None:
-        self._num_bytes = num_bytes
+    def __init__(self, address: str) -> None:
         self._server = socket.create_server((address, 0))
-        self._server.settimeout(WAIT_S)
         self.port = int(self._server.getsockname()[1])
-        self._threads = [threading.Thread(target=self._serve, daemon=True) for _ in range(num_senders)]
-        for thread in self._threads:
-            thread.start()
+        threading.Thread(target=self._accept, daemon=True).start()
 
-    def _serve(self) -> None:
-        connection, _ = self._server.accept()
+    def _accept(self) -> None:
+        """Serve senders until this is closed."""
+        while True:
+            try:
+                connection, _ = self._server.accept()
+            except OSError:
+                return
+            threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
+
+    @staticmethod
+    def _serve(connection: socket.socket) -> None:
         connection.settimeout(WAIT_S)
         with connection:
-            left = self._num_bytes
-            while left and (found := connection.recv(min(PIECE_BYTES, left))):
-                left -= len(found)
-            connection.sendall(b"." if not left else b"")
+            while header := connection.recv(_HEADER_BYTES, socket.MSG_WAITALL):
+                left = int.from_bytes(header, "little")
+                while left and (found := connection.recv(min(PIECE_BYTES, left))):
+                    left -= len(found)
+                connection.sendall(b"." if not left else b"")
 
     def close(self) -> None:
-        """Wait for all senders."""
-        for thread in self._threads:
-            thread.join(WAIT_S)
+        """Accept no more senders; those that are connected end it."""
+        self._server.shutdown(socket.SHUT_RDWR)
         self._server.close()
 
 
-def stream(sinks: Sequence[tuple[str, int]], num_bytes: int, start: float) -> tuple[float, float]:
-    """Send so many bytes to each sink at once, from a moment on; returns when that began and ended."""
-    connections = [socket.create_connection(sink, timeout=WAIT_S) for sink in sinks]
-    piece = bytes(PIECE_BYTES)
+class Streams:
+    """Connections to some sinks."""
 
-    def send(connection: socket.socket) -> None:
-        with connection:
+    def __init__(self, sinks: Sequence[tuple[str, int]]) -> None:
+        self._connections = [socket.create_connection(sink, timeout=WAIT_S) for sink in sinks]
+
+    def send(self, num_bytes: int, start: float) -> tuple[float, float]:
+        """Send so many bytes to each sink at once, from a moment on; returns when that began and ended."""
+        piece = bytes(PIECE_BYTES)
+
+        def send(connection: socket.socket) -> None:
+            connection.sendall(num_bytes.to_bytes(_HEADER_BYTES, "little"))
             for first in range(0, num_bytes, PIECE_BYTES):
                 connection.sendall(piece[: min(PIECE_BYTES, num_bytes - first)])
             connection.recv(1)
 
-    threads = [threading.Thread(target=send, args=(connection,), daemon=True) for connection in connections]
-    time.sleep(max(start - time.monotonic(), 0.0))
-    began = time.monotonic()
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(WAIT_S)
-    return began, time.monotonic()
+        threads = [threading.Thread(target=send, args=(each,), daemon=True) for each in self._connections]
+        time.sleep(max(start - time.monotonic(), 0.0))
+        began = time.monotonic()
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(WAIT_S)
+        return began, time.monotonic()
+
+    def close(self) -> None:
+        """End the connections."""
+        for connection in self._connections:
+            connection.close()
