@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import msgspec
 import numpy as np
 import pytest
 
 from tests.contract.targets import NIXL_CARDS, ProcessTarget, make_transport
 from tests.support.waiting import wait_until
-from weft.errors import PeerLost
+from weft.errors import PeerLost, TransportError
 from weft.transport import nixl
-from weft.transport.base import digest_of
+from weft.transport.base import Endpoint, digest_of
 from weft.transport.nixl import LONGEST_LOOK_S, SHORTEST_LOOK_S, look_s
 
 pytest.importorskip("nixl_cu13")
@@ -38,6 +39,9 @@ def test_a_write_does_not_wait_for_one_to_a_peer_that_stands_still(kind):
         wait_until(lambda: other.arrived(1) == SMALL_BYTES, SOON_S, "the second write arrives")
         assert second.wait(SOON_S).num_bytes == SMALL_BYTES
         assert not first.done
+        with pytest.raises(TransportError, match="still being written"):
+            writer.post(batches[0], 2).wait(SOON_S)
+        assert not first.done
         first.cancel()
         with pytest.raises(PeerLost, match="did not accept"):
             first.wait(SOON_S)
@@ -51,6 +55,16 @@ def test_a_write_does_not_wait_for_one_to_a_peer_that_stands_still(kind):
 def _row(source: np.ndarray, target: ProcessTarget, num_bytes: int) -> list[np.ndarray]:
     columns = source.ctypes.data, target.descriptor.address, num_bytes
     return [np.array([column], dtype=np.uint64) for column in columns]
+
+
+def test_a_peer_without_an_agent_is_refused():
+    writer = make_transport("nixl", "trainer 0")
+    try:
+        endpoint = Endpoint(transport="nixl", member="engine 0", data=msgspec.msgpack.encode({"agents": []}))
+        with pytest.raises(TransportError, match="engine 0 has no agent"):
+            writer.connect(endpoint, [])
+    finally:
+        writer.close()
 
 
 def test_a_write_that_takes_long_is_looked_at_less_often():

@@ -320,6 +320,8 @@ class NixlTransport(Transport[_Peer]):
 
     def _open(self, endpoint: Endpoint, descriptors: Sequence[Descriptor]) -> _Peer:
         where = msgspec.msgpack.decode(endpoint.data, type=_EndpointData)
+        if not where.agents:
+            raise TransportError(f"{endpoint.member} has no agent of NIXL")
         ranges = Ranges()
         for descriptor in descriptors:
             ranges.add(descriptor.address, descriptor.num_bytes)
@@ -435,7 +437,8 @@ class NixlTransport(Transport[_Peer]):
             peer = self._known(batch.peer)
             if write.cancelled.is_set():
                 raise TransportError(f"writing to {batch.peer} was stopped before it began")
-            transfer.under_way = []
+            if transfer.under_way:
+                raise TransportError(f"these bytes are still being written to {batch.peer}")
             for card in transfer.cards:
                 try:
                     card.agent.transfer(card.handle, peer.note(self._writer_number, tag, card.num_bytes))
