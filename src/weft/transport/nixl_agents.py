@@ -26,7 +26,7 @@ RAIL_BYTES = 2 << 10
 """Smallest part of a row for each of several network cards, over TCP. UCX puts shorter rows on the first card only;
 with its default these are rows of 4 KB, as engine ranks get them from matrices that are cut by columns. RDMA cards,
 which have not been tried, keep UCX's default."""
-SHORTEST_SHARE_BYTES = 64 << 10
+SHORTEST_SHARE_BYTES = 8 << 10
 """Batches with less for each card stay on one."""
 PROGRESS_PAUSE_US = 1000
 _RAIL_VARIABLE, _DEVICES_VARIABLE = "UCX_MIN_RMA_CHUNK_SIZE", "UCX_NET_DEVICES"
