@@ -126,7 +126,7 @@ class TransferSettings:
     """Copy threads per trainer."""
     nixl_devices: str = ""
     """Network devices UCX may use, such as `mlx5_0:1`; empty: `UCX_NET_DEVICES`, or all. Several Ethernet cards, like
-    `eth0,eth1`, get writes of their own; name them in the same order on all hosts."""
+    `eth0,eth1`, get writes of their own, by their rates; name them in the same order on all hosts."""
     beat_s: float = 0.5
     """Heartbeat interval of members and the controller. Longer for more than 100 members, but not more than a quarter
     of silence_s: at most 200 heartbeats reach the controller in a second."""

@@ -61,10 +61,51 @@ def test_a_peer_without_an_agent_is_refused():
     writer = make_transport("nixl", "trainer 0")
     try:
         endpoint = Endpoint(transport="nixl", member="engine 0", data=msgspec.msgpack.encode({"agents": []}))
-        with pytest.raises(TransportError, match="engine 0 has no agent"):
+        with pytest.raises(TransportError, match="engine 0 has no NIXL agent"):
             writer.connect(endpoint, [])
     finally:
         writer.close()
+
+
+def test_a_card_that_cannot_write_fails_the_write_once_the_others_have_ended(monkeypatch):
+    target = ProcessTarget("nixl 2 cards", SMALL_BYTES)
+    writer = make_transport("nixl 2 cards", "trainer 0")
+    try:
+        source = np.random.default_rng(0).integers(0, 256, SMALL_BYTES, dtype=np.uint8)
+        writer.register(source.ctypes.data, SMALL_BYTES)
+        batch = writer.prepare(writer.connect(target.endpoint, [target.descriptor]), *_row(source, target, SMALL_BYTES))
+
+        def fail(*_):
+            raise OSError("no such card")
+
+        with monkeypatch.context() as broken:
+            broken.setattr(writer._agents[1].agent, "transfer", fail)
+            with pytest.raises(TransportError, match="no such card"):
+                writer.post(batch, 1).wait(SOON_S)
+        half = SMALL_BYTES // 2
+        assert target.bytes() == source[:half].tobytes() + bytes(half)
+        assert writer.post(batch, 2).wait(SOON_S).num_bytes == SMALL_BYTES
+        wait_until(lambda: target.arrived(2) == SMALL_BYTES, SOON_S, "the next write arrives")
+        assert target.bytes() == source.tobytes()
+    finally:
+        for end in (writer, target):
+            end.close()
+
+
+@pytest.mark.parametrize(("ours", "theirs"), [("nixl tcp", "nixl 2 cards"), ("nixl 2 cards", "nixl tcp")])
+def test_members_with_unlike_cards_use_the_first_and_say_so(ours, theirs, caplog):
+    target = ProcessTarget(theirs, SMALL_BYTES)
+    writer = make_transport(ours, "trainer 0")
+    try:
+        source = np.random.default_rng(0).integers(0, 256, SMALL_BYTES, dtype=np.uint8)
+        writer.register(source.ctypes.data, SMALL_BYTES)
+        batch = writer.prepare(writer.connect(target.endpoint, [target.descriptor]), *_row(source, target, SMALL_BYTES))
+        assert "network cards: the first are used" in caplog.text
+        assert writer.post(batch, 1).wait(SOON_S).num_bytes == SMALL_BYTES
+        assert target.bytes() == source.tobytes()
+    finally:
+        for end in (writer, target):
+            end.close()
 
 
 def test_a_write_that_takes_long_is_looked_at_less_often():

@@ -9,6 +9,7 @@ Python code.
 from __future__ import annotations
 
 import hashlib
+import logging
 import threading
 import time
 import weakref
@@ -40,6 +41,9 @@ from weft.transport.base import (
 )
 from weft.transport.capabilities import CAPABILITIES
 from weft.transport.nixl_agents import CardAgent, divide, load, make_agents
+from weft.transport.nixl_arrivals import Arrivals, Posted
+
+log = logging.getLogger(__name__)
 
 PIECE_BYTES = {"cpu": 4 << 20, "cuda": 2 << 30}
 """Largest descriptor: a CPU copies pieces in parallel; a GPU is fastest with few large ones."""
@@ -59,14 +63,6 @@ class _EndpointData(msgspec.Struct, frozen=True):
     agents: tuple[_AgentData, ...]
 
 
-class _Arrival(msgspec.Struct, frozen=True):
-    writer: int
-    tag: int
-    num_bytes: int
-    at: int
-    """Bytes written or credited under this tag before."""
-
-
 @dataclass
 class _Registered:
     """One NIXL registration of several ranges, with every agent."""
@@ -78,21 +74,6 @@ class _Registered:
         """One of the ranges is no longer needed; returns whether it was the last."""
         self.count -= 1
         return self.count == 0
-
-
-@dataclass
-class _Arrived:
-    """What one writer has announced under a tag; announcements may overtake each other."""
-
-    prefix: int = 0
-    """Bytes without a gap, from the first one on."""
-    beyond: dict[int, int] = field(default_factory=dict)
-
-    def add(self, at: int, num_bytes: int) -> None:
-        """Add bytes that begin at an offset."""
-        self.beyond[at] = num_bytes
-        while (size := self.beyond.pop(self.prefix, None)) is not None and size > 0:
-            self.prefix += size
 
 
 @dataclass(frozen=True)
@@ -107,9 +88,7 @@ class _Link:
 class _Peer:
     links: list[_Link]
     ranges: Ranges = field(default_factory=Ranges)
-    tag: int = 0
-    posted: int = 0
-    """Bytes under the last tag."""
+    posted: Posted = field(default_factory=Posted)
     is_lost: bool = False
 
     def reaches(self, where: _EndpointData, ranges: Ranges) -> bool:
@@ -117,14 +96,6 @@ class _Peer:
         known = [agent.name for agent in where.agents]
         is_same = [link.name for link in self.links] == known[: len(self.links)]
         return is_same and not self.is_lost and self.ranges.are_among(ranges)
-
-    def note(self, writer: int, tag: int, num_bytes: int) -> bytes:
-        """The announcement of the next bytes."""
-        if tag != self.tag:
-            self.tag, self.posted = tag, 0
-        note = _Arrival(writer, tag, num_bytes, self.posted)
-        self.posted += num_bytes
-        return msgspec.msgpack.encode(note)
 
     def close(self) -> None:
         for link in self.links:
@@ -221,7 +192,7 @@ class NixlTransport(Transport[_Peer]):
         """What is registered with NIXL; None: registered as a part of another range."""
         self._host_sources: set[tuple[int, int]] = set()
         """Pinned host memory that writes may come from, where this transport is for GPU memory."""
-        self._arrived: dict[tuple[int, int], _Arrived] = {}
+        self._arrivals = Arrivals()
         self._lock = threading.Lock()
         self._posting = threading.Lock()
         """Held while a write is posted, and while the agent is torn down."""
@@ -321,7 +292,10 @@ class NixlTransport(Transport[_Peer]):
     def _open(self, endpoint: Endpoint, descriptors: Sequence[Descriptor]) -> _Peer:
         where = msgspec.msgpack.decode(endpoint.data, type=_EndpointData)
         if not where.agents:
-            raise TransportError(f"{endpoint.member} has no agent of NIXL")
+            raise TransportError(f"{endpoint.member} has no NIXL agent")
+        if len(where.agents) != len(self._agents):
+            cards = f"{len(self._agents)} and {len(where.agents)} network cards"
+            log.warning("%s and %s name %s: the first are used", self.member, endpoint.member, cards)
         ranges = Ranges()
         for descriptor in descriptors:
             ranges.add(descriptor.address, descriptor.num_bytes)
@@ -441,7 +415,7 @@ class NixlTransport(Transport[_Peer]):
                 raise TransportError(f"these bytes are still being written to {batch.peer}")
             for card in transfer.cards:
                 try:
-                    card.agent.transfer(card.handle, peer.note(self._writer_number, tag, card.num_bytes))
+                    card.agent.transfer(card.handle, peer.posted.note(self._writer_number, tag, card.num_bytes))
                 except Exception as error:
                     write.failure = self._failure(error, batch.peer)
                     break
@@ -545,9 +519,8 @@ class NixlTransport(Transport[_Peer]):
         """Bytes announced by a writer, in the order it posted them; NIXL delivers an announcement after its data."""
         with self._lock:
             for note in self._new_notes():
-                self._count(note)
-            found = self._arrived.get((tag, writer))
-            return 0 if found is None else found.prefix
+                self._arrivals.count(note)
+            return self._arrivals.num_bytes(tag, writer)
 
     def _new_notes(self) -> list[bytes]:
         """What peers announced since the last look."""
@@ -558,27 +531,15 @@ class NixlTransport(Transport[_Peer]):
         known = self._known(peer)
         link = known.links[0]
         try:
-            link.own.agent.send_notif(link.name, known.note(self._writer_number, tag, num_bytes))
+            link.own.agent.send_notif(link.name, known.posted.note(self._writer_number, tag, num_bytes))
         except Exception as error:
             raise self._failure(error, peer) from error
-
-    def _count(self, note: bytes) -> None:
-        """Count a note; only each writer's newest tag is kept, so nothing grows with the number of versions."""
-        try:
-            arrival = msgspec.msgpack.decode(note, type=_Arrival)
-        except msgspec.DecodeError:  # not from a weft member
-            return
-        key = arrival.tag, arrival.writer
-        if key not in self._arrived:
-            self._arrived = {known: n for known, n in self._arrived.items() if known[1] != arrival.writer}
-            self._arrived[key] = _Arrived()
-        self._arrived[key].add(arrival.at, arrival.num_bytes)
 
     def forget_arrivals(self) -> None:
         """Drop all announcements, read or unread."""
         with self._lock:
             self._new_notes()
-            self._arrived = {}
+            self._arrivals = Arrivals()
 
     def _release(self) -> None:
         """Without its agents nothing in this process is reachable: connections and keys end with them."""

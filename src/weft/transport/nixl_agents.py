@@ -10,6 +10,7 @@ import importlib
 import logging
 import os
 import socket
+import threading
 import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -30,6 +31,8 @@ SHORTEST_SHARE_BYTES = 8 << 10
 """Batches with less for each card stay on one."""
 PROGRESS_PAUSE_US = 1000
 _RAIL_VARIABLE, _DEVICES_VARIABLE = "UCX_MIN_RMA_CHUNK_SIZE", "UCX_NET_DEVICES"
+_ENVIRONMENT = threading.Lock()
+"""Held while the environment is changed."""
 _MODULES = ("nixl_cu13", "nixl_cu12")
 
 
@@ -45,33 +48,30 @@ class CardAgent:
 def make_agents(api: Any, member: str, *, devices: str, is_near: bool, num_threads: int) -> list[CardAgent]:
     """Agents with UCX. `devices`: as UCX takes them; empty: `UCX_NET_DEVICES`, or all."""
     cards = divided_cards(devices or os.environ.get(_DEVICES_VARIABLE, ""))
+    parameters = {"num_threads": str(num_threads if is_near else 0), "split_batch_size": "16"}
+    if not (cards or is_near or rdma_cards() or _RAIL_VARIABLE in os.environ):
+        parameters["engine_config"] = f"{_RAIL_VARIABLE.removeprefix('UCX_')}={RAIL_BYTES}"
     made = []
     for card, share in cards or [(devices, 1.0)]:
-        of_ucx = [f"NET_DEVICES={card}"] if card else []
-        if not (cards or is_near or rdma_cards() or _RAIL_VARIABLE in os.environ):
-            of_ucx.append(f"{_RAIL_VARIABLE.removeprefix('UCX_')}={RAIL_BYTES}")
-        parameters = {"num_threads": str(num_threads if is_near else 0), "split_batch_size": "16"}
-        if of_ucx:
-            parameters["engine_config"] = ",".join(of_ucx)
         name = f"{member} {uuid.uuid4().hex}"
-        with _only_device(card if cards else ""):
+        with _devices_in_environment(card):
             made.append(CardAgent(name=name, agent=_make_agent(api, name, parameters), share=share))
     return made
 
 
 @contextmanager
-def _only_device(card: str) -> Iterator[None]:
-    """UCX's environment names this card, inside this context: it goes before an agent's parameters. Empty: as it is."""
-    before = os.environ.get(_DEVICES_VARIABLE)
-    try:
-        if card:
-            os.environ[_DEVICES_VARIABLE] = card
-        yield
-    finally:
-        if card and before is None:
-            del os.environ[_DEVICES_VARIABLE]
-        elif before is not None:
-            os.environ[_DEVICES_VARIABLE] = before
+def _devices_in_environment(devices: str) -> Iterator[None]:
+    """What UCX may use, inside this context; empty: as it is. Its environment goes before an agent's parameters."""
+    with _ENVIRONMENT:
+        before = os.environ.get(_DEVICES_VARIABLE)
+        if devices:
+            os.environ[_DEVICES_VARIABLE] = devices
+        try:
+            yield
+        finally:
+            os.environ.pop(_DEVICES_VARIABLE, None)
+            if before is not None:
+                os.environ[_DEVICES_VARIABLE] = before
 
 
 def divided_cards(devices: str) -> list[tuple[str, float]]:

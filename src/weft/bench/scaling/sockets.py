@@ -10,6 +10,9 @@ import socket
 import threading
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+from weft.errors import TransportError
 
 WAIT_S = 300.0
 PIECE_BYTES = 1 << 20
@@ -59,20 +62,20 @@ class Streams:
         """Send so many bytes to each sink at once, from a moment on; returns when that began and ended."""
         piece = bytes(PIECE_BYTES)
 
-        def send(connection: socket.socket) -> None:
+        def send(connection: socket.socket) -> bytes:
             connection.sendall(num_bytes.to_bytes(_HEADER_BYTES, "little"))
             for first in range(0, num_bytes, PIECE_BYTES):
                 connection.sendall(piece[: min(PIECE_BYTES, num_bytes - first)])
-            connection.recv(1)
+            return connection.recv(1)
 
-        threads = [threading.Thread(target=send, args=(each,), daemon=True) for each in self._connections]
-        time.sleep(max(start - time.monotonic(), 0.0))
-        began = time.monotonic()
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(WAIT_S)
-        return began, time.monotonic()
+        with ThreadPoolExecutor(max_workers=len(self._connections)) as threads:
+            time.sleep(max(start - time.monotonic(), 0.0))
+            began = time.monotonic()
+            answers = list(threads.map(send, self._connections))
+            ended = time.monotonic()
+        if not all(answers):
+            raise TransportError("a receiver of plain sockets has ended")
+        return began, ended
 
     def close(self) -> None:
         """End the connections."""

@@ -1,0 +1,70 @@
+"""What writers announce through NIXL: notes of bytes that have landed, which may overtake each other."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import msgspec
+
+
+class _Arrival(msgspec.Struct, frozen=True):
+    writer: int
+    tag: int
+    num_bytes: int
+    at: int
+    """Bytes written or credited under this tag before."""
+
+
+@dataclass
+class _Arrived:
+    """What one writer has announced under a tag."""
+
+    prefix: int = 0
+    """Bytes without a gap, from the first one on."""
+    beyond: dict[int, int] = field(default_factory=dict)
+
+    def add(self, at: int, num_bytes: int) -> None:
+        """Add bytes that begin at an offset."""
+        self.beyond[at] = num_bytes
+        while (size := self.beyond.pop(self.prefix, None)) is not None and size > 0:
+            self.prefix += size
+
+
+@dataclass
+class Posted:
+    """The bytes one peer is sent under the newest tag."""
+
+    tag: int = 0
+    num_bytes: int = 0
+
+    def note(self, writer: int, tag: int, num_bytes: int) -> bytes:
+        """The announcement of the next bytes."""
+        if tag != self.tag:
+            self.tag, self.num_bytes = tag, 0
+        note = _Arrival(writer, tag, num_bytes, self.num_bytes)
+        self.num_bytes += num_bytes
+        return msgspec.msgpack.encode(note)
+
+
+class Arrivals:
+    """Counts announcements. Only each writer's newest tag is kept, so nothing grows with the number of versions."""
+
+    def __init__(self) -> None:
+        self._arrived: dict[tuple[int, int], _Arrived] = {}
+
+    def count(self, note: bytes) -> None:
+        """Count a note; what is not from a weft member is ignored."""
+        try:
+            arrival = msgspec.msgpack.decode(note, type=_Arrival)
+        except msgspec.DecodeError:
+            return
+        key = arrival.tag, arrival.writer
+        if key not in self._arrived:
+            self._arrived = {known: n for known, n in self._arrived.items() if known[1] != arrival.writer}
+            self._arrived[key] = _Arrived()
+        self._arrived[key].add(arrival.at, arrival.num_bytes)
+
+    def num_bytes(self, tag: int, writer: int) -> int:
+        """Bytes of a writer without a gap, in the order it posted them."""
+        found = self._arrived.get((tag, writer))
+        return 0 if found is None else found.prefix
