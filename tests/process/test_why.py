@@ -276,6 +276,12 @@ def test_the_command_explains_the_last_version_or_another(fleet, tmp_path):
     assert "1, 2, 3" in wrong.stderr
 
 
+def test_events_of_a_controller_begin_before_it_can_be_used(tmp_path):
+    with weft.Controller(num_trainers=1, num_engine_ranks=1, events=tmp_path / "events.jsonl"):
+        first, *_ = (tmp_path / "events.jsonl").read_text().splitlines()
+    assert json.loads(first)["trainers"] == 1
+
+
 def test_events_that_cannot_be_written_are_an_error_at_once(tmp_path):
     with pytest.raises(ConfigError, match="events"):
         weft.Controller(num_trainers=1, num_engine_ranks=1, events=tmp_path / "none" / "events.jsonl")

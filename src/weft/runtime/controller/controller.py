@@ -225,7 +225,7 @@ class Controller:
         self._thread.start()
 
     def _record_start(self) -> None:
-        """The first line of this controller."""
+        """The first line of this controller: it is in the file when the controller can be used."""
         self._journal.write(
             controller=self._name,
             trainers=self._membership.num["trainer"],
@@ -235,6 +235,7 @@ class Controller:
             digest=self._settings.digest,
             delta=self._settings.delta,
         )
+        self._journal.write_due()
 
     def _surroundings(self) -> Surroundings:
         """What versions need of this controller."""
