@@ -152,11 +152,20 @@ def test_a_lower_version_is_refused_while_another_is_open(fleet):
 def test_an_abort_is_answered_by_trainers_that_had_not_published(fleet):
     """Otherwise the controller would wait for a writer that never begins."""
     fleet.commit(1)
+    may_fail, write = threading.Event(), fleet.trainers[0]._write
+
+    def fail(*_: object) -> None:
+        may_fail.wait(WAIT_S)
+        raise VersionError("planted")
+
+    fleet.trainers[0]._write = fail
     publications = [fleet.trainers[rank].publish(version=2) for rank in (0, 1)]
     fleet.told_to_write(2, 2)
-    fleet.trainers[0]._give_up(publications[0], VersionError("planted"))
-    with pytest.raises(VersionError, match="planted"):
-        publications[1].wait_committed(WAIT_S)
+    may_fail.set()
+    for publication in publications:
+        with pytest.raises(VersionError, match="planted"):
+            publication.wait_committed(WAIT_S)
+    fleet.trainers[0]._write = write
     wait_until(lambda: fleet.trainers[2]._early.version is None, WAIT_S, "trainer 2 has heard of the abort")
     late = fleet.trainers[2].publish(version=2)
     with pytest.raises(VersionError, match="planted"):
