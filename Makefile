@@ -15,7 +15,7 @@ demo: $(VENV)/.installed            ## train a policy while weft keeps its engin
 	@$(BIN)/weft demo
 
 test: $(VENV)/.dev                  ## run the whole test suite
-	$(BIN)/pytest --numprocesses 2 --dist loadfile
+	$(BIN)/pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder
 
 engines: $(ENGINES)/.installed      ## install inference and transfer engines into an environment of their own
 

@@ -25,9 +25,17 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
 
 MACHINE = pytest.StashKey[Machine]()
 MAX_REPEATS = 2
+SLOW = ("process", "lab", "kernels")
+"""Folders of tests that take long, or wait."""
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    tests = Path(__file__).parent
+    items.sort(key=lambda item: item.path.relative_to(tests).parts[0] not in SLOW)  # else one process works last, alone
+    _repeat_when_the_machine_stands_still(config, items)
+
+
+def _repeat_when_the_machine_stands_still(config: pytest.Config, items: list[pytest.Item]) -> None:
     if not items or config.option.usepdb or not config.pluginmanager.hasplugin("rerunfailures"):
         return
     machine = config.stash[MACHINE] = Machine()

@@ -54,9 +54,15 @@ def test_versions_arrive_while_requests_stream(trainer, tmp_path):
     changing = [answer for answer in answers if len(answer.spans) > 1]
     assert changing, "no answer saw the weights change"
     steady = [answer for answer in answers if len(answer.spans) == 1]
-    for seed, spans in spans_by([paused, awake, *changing[:12], *steady[-5:]], seed_of).items():
+    spans = spans_by([paused, awake, *changing[:12], *steady[-5:]], seed_of)
+
+    def said_by_fresh(seed: int) -> list[list[int]]:
         with serving(checkpoints[seed], tmp_path / f"fresh-{seed}.log") as fresh:
-            assert [fresh.generate(before, len(said)).tokens for before, said in spans] == [said for _, said in spans]
+            return [fresh.generate(before, len(said)).tokens for before, said in spans[seed]]
+
+    with ThreadPoolExecutor() as starting:
+        for seed, found in zip(spans, starting.map(said_by_fresh, spans), strict=True):
+            assert found == [said for _, said in spans[seed]]
 
 
 def said_across_a_pause(server: SglangServer, trainer: Trainer) -> Answer:
@@ -102,15 +108,21 @@ def test_experts_on_two_ranks(trainer, tmp_path):
     """
     checkpoints = {seed: save_checkpoint("moe", seed, tmp_path) for seed in (1, 2)}
     log = tmp_path / "live.log"
-    with serving(checkpoints[2], tmp_path / "fresh.log", num_ranks=2) as fresh:
-        expected = {2: said_by(fresh)}
+
+    def said_by_fresh() -> list[list[int]]:
+        with serving(checkpoints[2], tmp_path / "fresh.log", num_ranks=2) as fresh:
+            return said_by(fresh)
+
+    beside = ThreadPoolExecutor(1)
+    fresh = beside.submit(said_by_fresh)
     with (
+        beside,
         weft.Controller(
             num_trainers=2, num_engine_ranks=2, ranks_per_engine=2, settings=patient(mode="in_place", silence_s=20.0)
         ) as controller,
         serving(checkpoints[1], log, num_ranks=2, controller=controller.address) as server,
     ):
-        expected[1] = said_by(server)
+        expected = {2: fresh.result(), 1: said_by(server)}
         assert all(a != b for a, b in zip(expected[1], expected[2], strict=True))
         streams = [Stream(server.generate, PROMPTS[i:] + PROMPTS[:i], 16) for i in range(NUM_STREAMS)]
         with ExitStack() as stack:

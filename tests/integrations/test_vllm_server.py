@@ -30,6 +30,8 @@ KIND = "qwen3"
 NUM_VERSIONS = 20
 NUM_STREAMS = 3
 NUM_TOKENS = 40
+MEMORY = ("--gpu-memory-utilization", "0.15")
+"""What a server is given; without a size of its own, its KV cache gets what is left of it."""
 
 
 @pytest.fixture(scope="module")
@@ -45,8 +47,8 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def server(controller, folder) -> Iterator[VllmServer]:
-    checkpoint = save_checkpoint(KIND, 1, folder)
-    with serving(checkpoint, folder / "server.log", controller=controller.address, cache="recompute") as server:
+    checkpoint, ours = save_checkpoint(KIND, 1, folder), {"controller": controller.address, "cache": "recompute"}
+    with serving(checkpoint, folder / "server.log", *MEMORY, kv_cache_gib="", **ours) as server:
         yield server
 
 
@@ -159,27 +161,19 @@ def test_a_sleeping_engine_is_not_written_to_and_joins_again(controller, server,
     check_explained([kept, renewed], fresh, folder)
 
 
-def test_memory_for_versions_is_reserved_before_the_kv_cache_takes_the_rest(trainer, folder):
+def test_memory_for_versions_is_reserved_before_the_kv_cache_takes_the_rest(server, trainer, folder):
     """The KV cache gets less by what was reserved, and a version in mode shadow lands there."""
-    given = ("--gpu-memory-utilization", "0.15")
-    gib = {}
-    for reserve in ("none", "700MB"):
-        with (
-            weft.Controller(num_trainers=2, num_engine_ranks=1, settings=patient()) as controller,
-            serving(
-                save_checkpoint(KIND, 1, folder),
-                folder / f"reserve-{reserve}.log",
-                *given,
-                kv_cache_gib="",
-                controller=controller.address,
-                reserve=reserve,
-            ) as server,
-            trainer.training(KIND, controller.address),
-        ):
-            gib[reserve] = kv_cache_gib(server)
-            trainer.publish(1, 2)
-            assert server.version == "1"
-    assert gib["none"] - gib["700MB"] == pytest.approx(700e6 / 2**30, rel=0.25)
+    checkpoint = save_checkpoint(KIND, 1, folder)
+    with (
+        weft.Controller(num_trainers=2, num_engine_ranks=1, settings=patient()) as controller,
+        serving(
+            checkpoint, folder / "reserve.log", *MEMORY, kv_cache_gib="", controller=controller.address, reserve="700MB"
+        ) as reserving,
+        trainer.training(KIND, controller.address),
+    ):
+        trainer.publish(1, 2)
+        assert reserving.version == "1"
+    assert kv_cache_gib(server) - kv_cache_gib(reserving) == pytest.approx(700e6 / 2**30, rel=0.25)
 
 
 def kv_cache_gib(server: VllmServer) -> float:
