@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import ExitStack
 
@@ -10,6 +11,10 @@ import pytest
 from tests.integrations.fsdp_trainer import Trainer
 from tests.integrations.vllm_process import run_engines
 from tests.support.processes import Process
+
+os.environ.setdefault(
+    "TORCHDYNAMO_DISABLE", "1"
+)  # every process of an engine would compile small functions for seconds
 
 
 def vllm_process() -> Iterator[Process]:

@@ -37,14 +37,13 @@ def serving(checkpoint: Path, log: Path, *, num_ranks: int = 1, **weft_settings:
         *("--host", "127.0.0.1", "--port", server.url.rpartition(":")[2], "--tp-size", str(num_ranks)),
         *("--device", "cpu", "--dtype", "float32", "--attention-backend", "torch_native"),
         *("--sampling-backend", "pytorch", "--grammar-backend", "none", "--disable-overlap-schedule"),
-        *("--mem-fraction-static", "0.05", "--max-total-tokens", "4096", "--context-length", "512"),
+        *("--mem-fraction-static", "0.5", "--max-total-tokens", "4096", "--context-length", "512"),
         *("--skip-server-warmup", "--skip-tokenizer-init", "--sleep-on-idle"),
     ]
     env = {
         "PYTHONPATH": os.pathsep.join([str(STUBS), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]).rstrip(":"),
         "PYTHONWARNINGS": "ignore",
         "HF_HUB_OFFLINE": "1",
-        "TORCHDYNAMO_DISABLE": "1",
         "SGLANG_CPU_OMP_THREADS_BIND": "0|1" if num_ranks == 2 else "0,1",
     }
     settings = {f"WEFT_{name.upper()}": value for name, value in weft_settings.items()}

@@ -171,7 +171,7 @@ def look(process: Process) -> Look:
 def loaded(process: Process, load: Load) -> Iterator[Process]:
     """A process with an engine, until the end of the block."""
     process.ask(load)
-    with _loading(process):
+    with _loaded(process):
         yield process
 
 
@@ -180,13 +180,16 @@ def both_loaded(one: Process, load: Load, other: Process, other_load: Load) -> I
     """Two, at the same time."""
     one.ask(load)
     other.ask(other_load)
-    with _loading(one), _loading(other):
+    with _loaded(one, other):
         yield
 
 
 @contextmanager
-def _loading(process: Process) -> Iterator[None]:
-    assert process.answer(LOAD_S) == "loaded"
+def _loaded(*processes: Process) -> Iterator[None]:
+    for process in processes:
+        assert process.answer(LOAD_S) == "loaded"
     yield
-    process.ask("unload")
-    assert process.answer(LOOK_S) == "unloaded"
+    for process in processes:
+        process.ask("unload")
+    for process in processes:
+        assert process.answer(LOOK_S) == "unloaded"
