@@ -66,7 +66,7 @@ def host_view(address: int, num_bytes: int) -> torch.Tensor:
 
 
 def is_pinned(address: int, num_bytes: int) -> bool:
-    """Whether GPUs can read host memory directly, whoever pinned it."""
+    """Whether GPUs can read host memory directly, no matter which library pinned it."""
     return bool(host_view(address, num_bytes).is_pinned())
 
 

@@ -119,7 +119,7 @@ def simulate(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankPrediction:
-    """What one rank of an update would take alone: nobody else uses its NIC, or those of its peers."""
+    """What one rank of an update would take alone: no other rank uses its NIC, or those of its peers."""
 
     stages: dict[str, float]
     """Seconds of its own stages."""

@@ -41,7 +41,7 @@ from weft.transport.base import (
 )
 from weft.transport.capabilities import CAPABILITIES
 from weft.transport.nixl_agents import CardAgent, divide, load, make_agents
-from weft.transport.nixl_arrivals import Arrivals, Posted
+from weft.transport.nixl_arrivals import Announcements, Announcer
 
 log = logging.getLogger(__name__)
 
@@ -88,7 +88,7 @@ class _Link:
 class _Peer:
     links: list[_Link]
     ranges: Ranges = field(default_factory=Ranges)
-    posted: Posted = field(default_factory=Posted)
+    announcer: Announcer = field(default_factory=Announcer)
     is_lost: bool = False
 
     def reaches(self, where: _EndpointData, ranges: Ranges) -> bool:
@@ -192,7 +192,7 @@ class NixlTransport(Transport[_Peer]):
         """What is registered with NIXL; None: registered as a part of another range."""
         self._host_sources: set[tuple[int, int]] = set()
         """Pinned host memory that writes may come from, where this transport is for GPU memory."""
-        self._arrivals = Arrivals()
+        self._arrivals = Announcements()
         self._lock = threading.Lock()
         self._posting = threading.Lock()
         """Held while a write is posted, and while the agent is torn down."""
@@ -415,7 +415,7 @@ class NixlTransport(Transport[_Peer]):
                 raise TransportError(f"these bytes are still being written to {batch.peer}")
             for card in transfer.cards:
                 try:
-                    card.agent.transfer(card.handle, peer.posted.note(self._writer_number, tag, card.num_bytes))
+                    card.agent.transfer(card.handle, peer.announcer.note(self._writer_number, tag, card.num_bytes))
                 except Exception as error:
                     write.failure = self._failure(error, batch.peer)
                     break
@@ -439,7 +439,7 @@ class NixlTransport(Transport[_Peer]):
             time.sleep(max(look_s(now - moved_at), now - began))
 
     def _has_ended(self, write: _Write) -> bool:
-        """Look at one write; tells whoever waits for it how it ended."""
+        """Look at one write; tells those that wait for it how it ended."""
         assert write.digest is not None
         try:
             write.is_over = write.is_over or self._is_over(write)
@@ -531,7 +531,7 @@ class NixlTransport(Transport[_Peer]):
         known = self._known(peer)
         link = known.links[0]
         try:
-            link.own.agent.send_notif(link.name, known.posted.note(self._writer_number, tag, num_bytes))
+            link.own.agent.send_notif(link.name, known.announcer.note(self._writer_number, tag, num_bytes))
         except Exception as error:
             raise self._failure(error, peer) from error
 
@@ -539,7 +539,7 @@ class NixlTransport(Transport[_Peer]):
         """Drop all announcements, read or unread."""
         with self._lock:
             self._new_notes()
-            self._arrivals = Arrivals()
+            self._arrivals = Announcements()
 
     def _release(self) -> None:
         """Without its agents nothing in this process is reachable: connections and keys end with them."""

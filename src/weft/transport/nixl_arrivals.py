@@ -31,8 +31,8 @@ class _Arrived:
 
 
 @dataclass
-class Posted:
-    """The bytes one peer is sent under the newest tag."""
+class Announcer:
+    """Makes the notes for one peer: it knows the bytes posted to it under the newest tag."""
 
     tag: int = 0
     num_bytes: int = 0
@@ -46,7 +46,7 @@ class Posted:
         return msgspec.msgpack.encode(note)
 
 
-class Arrivals:
+class Announcements:
     """Counts announcements. Only each writer's newest tag is kept, so nothing grows with the number of versions."""
 
     def __init__(self) -> None:

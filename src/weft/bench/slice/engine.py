@@ -38,8 +38,8 @@ class EngineSlice:
         linked = np.flatnonzero(plan.pair_bytes[:, rank]).tolist()
         trainers = {trainer: layout_weights(plan.trainer, trainer, "meta") for trainer in linked}
         parts = member_plans(plan, settings, device, trainers=trainers, engines={rank: self._weights})
-        nobody = Opened(round=1, offers={})
-        found = parts.receive_plan(rank, dict.fromkeys(range(plan.topology.num_trainers), nobody))
+        no_offers = Opened(round=1, offers={})
+        found = parts.receive_plan(rank, dict.fromkeys(range(plan.topology.num_trainers), no_offers))
         self._memory = own_memory(device, parts.opening(rank).landing_bytes)
         self._landing = Landing(found.sources, self._weights, landing=self._memory)
         largest = max(chunk.num_bytes for link in self._landing.arriving for chunk in link.chunks)

@@ -66,7 +66,7 @@ class PacedTransport(ChunkedTransport[_Peer]):
         return 0
 
     def _count(self, peer: _Peer, tag: int, num_bytes: int) -> None:
-        """Nobody looks there."""
+        """Nothing is read there."""
 
     def land(self, tag: int, writer: int, dst: int, src: int, num_bytes: int) -> None:
         """Receive bytes of a writer through this member's own NIC."""

@@ -92,8 +92,8 @@ class TrainerSlice:
         for engine in linked:
             endpoint = Endpoint(transport=STANDS_FOR, member=f"engine {engine}", data=b"")
             opened[engine] = Opened(round=1, offers={STANDS_FOR: Offer(endpoint=endpoint, descriptors=[])})
-        nobody = Opened(round=1, offers={})
-        return parts.send_plan(rank, opened, dict.fromkeys(range(plan.topology.num_trainers), nobody))
+        no_offers = Opened(round=1, offers={})
+        return parts.send_plan(rank, opened, dict.fromkeys(range(plan.topology.num_trainers), no_offers))
 
     def _has_room(self, target: EngineTarget, most_bytes: float) -> bool:
         """Reserve the landing area of an engine rank, if all of them do not become too large."""
@@ -165,7 +165,7 @@ class TrainerSlice:
         job = Job(go, time.monotonic() + VERSION_S, member="trainer", on_released=lambda: None)
         if whole:
             return job, send_whole(self._program, job)
-        return job, send_version(self._program, job, job.agree)  # nobody else is asked for magnitudes
+        return job, send_version(self._program, job, job.agree)  # no other trainer is asked for magnitudes
 
     @property
     def _is_delta(self) -> bool:
