@@ -7,7 +7,7 @@ PIP    := $(BIN)/python -m pip --disable-pip-version-check --quiet
 
 ENGINES := .venv-engines
 
-.PHONY: help demo test engines test-engines test-lab storm check bench bench-engines web docs clean
+.PHONY: help demo test test-engines test-lab storm check bench bench-engines web docs clean
 
 help:                               ## list all targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -17,8 +17,6 @@ demo: $(VENV)/.installed            ## train a policy while weft keeps its engin
 
 test: $(VENV)/.dev                  ## run the whole test suite
 	$(BIN)/pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder
-
-engines: $(ENGINES)/.installed      ## install inference and transfer engines into an environment of their own
 
 test-engines: $(ENGINES)/.installed ## test against real inference and transfer engines, in an environment of their own
 	$(ENGINES)/bin/python -m pytest -m engines tests/integrations tests/contract

@@ -12,9 +12,8 @@ from tests.integrations.fsdp_trainer import Trainer
 from tests.integrations.vllm_process import run_engines
 from tests.support.processes import Process
 
-os.environ.setdefault(
-    "TORCHDYNAMO_DISABLE", "1"
-)  # every process of an engine would compile small functions for seconds
+# otherwise every process of an engine compiles small functions for seconds
+os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 
 
 def vllm_process() -> Iterator[Process]:
