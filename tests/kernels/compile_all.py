@@ -15,8 +15,8 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from weft.codec import cast_kernels, fp8_kernels, kept_kernels, patch_kernels
 from weft.codec.delta import BLOCK, DENSE, GROUPS, HEADER_BYTES
+from weft.codec.gpu import apply_kernels, cast_kernels, fp8_kernels, kept_kernels, patch_kernels
 from weft.gpu import walking
 
 HOPPER = GPUTarget("cuda", 90, 32)
@@ -96,10 +96,10 @@ def patch_kernels_of(width: int) -> list[tuple[str, Any, dict[str, str], dict[st
             {"ELEMENT": element, "LANES": kept_kernels.RESTORE_LANES},
             kept_kernels.RESTORE_WARPS,
         ),
-        ("check", patch_kernels._check_kernel, {**opened, "flags": "*i64"}, groups, 1),
-        ("apply", patch_kernels._apply_kernel, {**opened, **rows}, {**groups, "SLOTS": 8, "ELEMENT": element}, 4),
+        ("check", apply_kernels._check_kernel, {**opened, "flags": "*i64"}, groups, 1),
+        ("apply", apply_kernels._apply_kernel, {**opened, **rows}, {**groups, "SLOTS": 8, "ELEMENT": element}, 4),
         ("finish", patch_kernels._finish_kernel, finish, {"BLOCK": BLOCK, "HEADER": HEADER_BYTES}, 4),
-        ("open", patch_kernels._open_kernel, opening, {"HEADER": HEADER_BYTES}, 1),
+        ("open", apply_kernels._open_kernel, opening, {"HEADER": HEADER_BYTES}, 1),
     ]
 
 

@@ -13,10 +13,11 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
 from tests.support.conversions import conversions_of, grids_of  # noqa: E402
-from weft.codec import fp8, fp8_kernels  # noqa: E402
+from weft.codec import fp8  # noqa: E402
 from weft.codec.conversion import DTYPES, ChunkFill, Conversion, CpuConverter  # noqa: E402
-from weft.codec.conversion_gpu import GpuConverter  # noqa: E402
 from weft.codec.fp8 import Box, Grid  # noqa: E402
+from weft.codec.gpu import fp8_kernels  # noqa: E402
+from weft.codec.gpu.converter import GpuConverter  # noqa: E402
 from weft.codec.grids import HeldGrid, HeldGrids  # noqa: E402
 from weft.core.geometry.planes import Planes, rows_as_planes  # noqa: E402
 from weft.core.geometry.scaling import Scaling  # noqa: E402

@@ -13,10 +13,10 @@ pytest.importorskip("triton")
 from tests.kernels.test_patches import cpu_patches, layout_of, sorted_records  # noqa: E402
 from weft import native  # noqa: E402
 from weft.codec.conversion import ChunkFill, Conversion, Conversions  # noqa: E402
+from weft.codec.gpu.kept_image import GpuKeptImage  # noqa: E402
+from weft.codec.gpu.patcher import GpuPatcher  # noqa: E402
 from weft.codec.image import ImageLayout  # noqa: E402
-from weft.codec.kept_image_gpu import GpuKeptImage  # noqa: E402
 from weft.codec.patching import CpuPatcher, KeptChunk  # noqa: E402
-from weft.codec.patching_gpu import GpuPatcher  # noqa: E402
 from weft.config import TransferSettings  # noqa: E402
 from weft.core.geometry.planes import Planes  # noqa: E402
 from weft.runtime.send.outgoing import Outgoing  # noqa: E402

@@ -11,9 +11,9 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
 from weft.codec import delta  # noqa: E402
+from weft.codec.gpu.patcher import GpuPatcher  # noqa: E402
 from weft.codec.image import ImageLayout, Section  # noqa: E402
 from weft.codec.patching import ImagePair, PatchedImage  # noqa: E402
-from weft.codec.patching_gpu import GpuPatcher  # noqa: E402
 
 SIZES = [1, 16385]
 CHANGES = [(0.0, 1), (0.01, 200), (0.3, 1 << 7), (1.0, 1)]

@@ -12,11 +12,11 @@ import torch
 
 from weft import native
 from weft.bench.codec import Bench, CodecReport, Say, layer_shapes
-from weft.codec import fp8_kernels
+from weft.codec.gpu import fp8_kernels
+from weft.codec.gpu.matrix_tiles import MatrixBox, MatrixTiles
+from weft.codec.gpu.patcher import GpuPatcher
 from weft.codec.image import ImageLayout, Section
-from weft.codec.matrix_tiles import MatrixBox, MatrixTiles
 from weft.codec.patching import ImagePair, PatchedImage
-from weft.codec.patching_gpu import GpuPatcher
 from weft.gpu import GpuWork
 
 MIX = "qwen3-32b"

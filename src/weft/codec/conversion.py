@@ -272,7 +272,7 @@ def converter_for(device: str, grids: HeldGrids, *, allow_nonfinite: bool) -> Co
     """The converter of a device's memory."""
     if device == CPU:
         return CpuConverter(grids, allow_nonfinite=allow_nonfinite)
-    from weft.codec.conversion_gpu import GpuConverter  # noqa: PLC0415 - torch and Triton only where there is a GPU
+    from weft.codec.gpu.converter import GpuConverter  # noqa: PLC0415 - torch and Triton only where there is a GPU
     from weft.gpu import GpuWork  # noqa: PLC0415 - the same
 
     return GpuConverter(GpuWork(int(device.partition(":")[2])), grids, allow_nonfinite=allow_nonfinite)

@@ -131,7 +131,7 @@ def patcher_for(device: str) -> Patcher:
     """The patcher of a device's memory."""
     if device == CPU:
         return CpuPatcher()
-    from weft.codec.patching_gpu import GpuPatcher  # noqa: PLC0415 - torch and Triton only where there is a GPU
+    from weft.codec.gpu.patcher import GpuPatcher  # noqa: PLC0415 - torch and Triton only where there is a GPU
     from weft.gpu import GpuWork  # noqa: PLC0415 - the same
 
     return GpuPatcher(GpuWork(int(device.partition(":")[2])))

@@ -6,7 +6,8 @@
     waits for     messages, a twentieth of a second at most              unblocked by   the network, `close`
 
 One thread owns the socket and all state. An engine that falls silent is lost: its jobs go to others. The run ends when
-every trainer is done, when a member fails that cannot be replaced, or when no engine is left.
+every trainer is done and engines have the final policy, when a member fails that cannot be replaced, or when no engine
+is left.
 """
 
 from __future__ import annotations
@@ -53,6 +54,8 @@ from weft.runtime.controller.controller import ControllerStatistics
 POLL_S = 0.05
 MAX_JOB = 512
 """Most samples of one job."""
+FINAL_TRIES = 3
+"""How often the final policy is sent again if it was given up."""
 
 
 class Coordinator:
@@ -85,7 +88,9 @@ class Coordinator:
         self._was_given_up = False
         """Whether the newest version whose end is known did not reach the engines."""
         self._offered: int | None = None
-        self._done: set[int] = set()
+        self._done: dict[int, str] = {}
+        """Trainer rank → the connection of a trainer that has nothing left to do."""
+        self._final_tries = FINAL_TRIES
         self._requests: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._stop = threading.Event()
         self.ended = threading.Event()
@@ -169,10 +174,8 @@ class Coordinator:
             case VersionSent():
                 self._sent(message)
             case Done(rank=rank):
-                self._done.add(rank)
-                self._server.send(sender, Stop())
-                if len(self._done) == self._settings.num_trainers:
-                    self._end()
+                self._done[rank] = sender
+                self._let_go_or_send_again()
 
     def _answer(self, engine: int, version: int) -> Any:
         if self.ended.is_set():
@@ -209,6 +212,22 @@ class Coordinator:
             self._was_given_up = False
             for sender, _ in self._takes.values():
                 self._server.send(sender, Again())
+
+    def _let_go_or_send_again(self) -> None:
+        """Once all trainers are done: the final policy, too, is sent again if it was given up."""
+        if len(self._done) < self._settings.num_trainers and not self.ended.is_set():
+            return
+        if self._was_given_up and self._final_tries and not self.ended.is_set():
+            self._was_given_up = False
+            self._final_tries -= 1
+            self._answer_done(Again())
+        else:
+            self._end()
+
+    def _answer_done(self, answer: Again | Stop) -> None:
+        for sender in self._done.values():
+            self._server.send(sender, answer)
+        self._done.clear()
 
     def _trained(self, iteration: int, metrics: dict[str, float]) -> None:
         batch = self._ledger.batch(iteration)
@@ -295,6 +314,7 @@ class Coordinator:
         self.record.ended_s = self.record.ended_s or self.record.since(time.time())
         self.ended.set()
         self._give_out()
+        self._answer_done(Stop(reason=self.failure))
 
 
 def share(batch: list[Samples], rank: int, num_ranks: int) -> Samples:

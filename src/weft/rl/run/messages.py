@@ -122,7 +122,7 @@ class VersionServed(msgspec.Struct, tag=True, frozen=True, kw_only=True):
 
 
 class Done(msgspec.Struct, tag=True, frozen=True, kw_only=True):
-    """A trainer has finished all iterations; answered by Stop, which confirms its arrival."""
+    """A trainer has finished all iterations; answered, when all have, by Stop, or by Again."""
 
     rank: int
 
@@ -178,7 +178,7 @@ class SampleBatch(msgspec.Struct, tag=True, frozen=True, kw_only=True):
 
 
 class Again(msgspec.Struct, tag=True, frozen=True, kw_only=True):
-    """To all trainers, which wait for samples: the last version was given up, and no engine can continue without it."""
+    """To all trainers, which wait for samples or are done: the last version was given up, and is sent once more."""
 
 
 class Stop(msgspec.Struct, tag=True, frozen=True, kw_only=True):

@@ -90,9 +90,18 @@ class LoopTrainer:
                 self._publish(self._iteration)
             self._save()
             self._report()
-        self._sending.wait_released()
-        self._report(wait=True)
-        self._talk.ask(Done(rank=self.rank))
+        self._finish()
+
+    def _finish(self) -> None:
+        """Wait until engines have the final policy."""
+        while True:
+            self._sending.wait_released()
+            self._report(wait=True)
+            match self._talk.ask(Done(rank=self.rank)):
+                case Again():
+                    self._publish_again()
+                case _:
+                    return
 
     def close(self) -> None:
         """Leave everything."""
@@ -106,6 +115,10 @@ class LoopTrainer:
             self._expected.keep(version, full_tensors(self._policy), writes=self.rank == 0)
             dist.barrier()
         self._sending.publish(version)
+
+    def _publish_again(self) -> None:
+        time.sleep(AGAIN_S)
+        self._sending.publish_again()
 
     def _report(self, *, wait: bool = False) -> None:
         reports = self._sending.reports(wait=wait)
@@ -125,8 +138,7 @@ class LoopTrainer:
                 case SampleBatch(iteration=iteration, samples=samples) if iteration == self._iteration:
                     return samples
                 case Again():
-                    time.sleep(AGAIN_S)
-                    self._sending.publish_again()
+                    self._publish_again()
                 case Stop(reason=reason):
                     raise PeerLost(f"the run was stopped: {reason or 'it is over'}")
                 case answer:

@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from weft.codec.tile_kernels import destination_of, load_rows, source_of, store_rows
+from weft.codec.gpu.tile_kernels import destination_of, load_rows, source_of, store_rows
 
 _TYPES = {"fp32": tl.float32, "bf16": tl.bfloat16, "fp16": tl.float16}
 ROWS, WARPS = 16, 8

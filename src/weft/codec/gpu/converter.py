@@ -15,12 +15,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from weft.codec import cast_kernels, fp8_kernels
 from weft.codec.cast import KINDS
 from weft.codec.conversion import DTYPES, ChunkFill, Conversion, Wait
 from weft.codec.fp8 import Box, Grid
+from weft.codec.gpu import cast_kernels, fp8_kernels
+from weft.codec.gpu.matrix_tiles import SIDE, MatrixBox, MatrixTiles
 from weft.codec.grids import BlockSpread, HeldGrids
-from weft.codec.matrix_tiles import SIDE, MatrixBox, MatrixTiles
 from weft.codec.memory import Floats
 from weft.core.geometry.planes import Planes, joined
 from weft.core.layout import DTYPE_BYTES

@@ -12,11 +12,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from weft.codec import kept_kernels, patch_kernels
 from weft.codec.delta import BLOCK
+from weft.codec.gpu import kept_kernels, patch_kernels
+from weft.codec.gpu.blocks import num_blocks
+from weft.codec.gpu.kept_pieces import BlockSources, block_sources
+from weft.codec.gpu.patch_kernels import KeptBlocks
 from weft.codec.image import Section
-from weft.codec.kept_pieces import BlockSources, block_sources
-from weft.codec.patch_kernels import KeptBlocks, num_blocks
 from weft.codec.patching import KeptChunk, Sizes, check_room
 from weft.gpu import GpuWork
 

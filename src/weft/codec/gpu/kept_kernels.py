@@ -13,10 +13,11 @@ import torch
 import triton
 import triton.language as tl
 
+from weft.codec.gpu.blocks import ELEMENTS
+
 GATHER_WORDS = tl.constexpr(32)
 """Words of bits that are found at a time in blocks that do not lie in one piece: few registers."""
 RESTORE_LANES, RESTORE_WARPS = 512, 4
-_ELEMENTS = {1: tl.uint8, 2: tl.int16, 4: tl.int32}
 
 
 @triton.jit
@@ -127,5 +128,5 @@ def restore(width: int, images: torch.Tensor, entries: torch.Tensor, undo: torch
     """Queue putting back what was overwritten in blocks, from their entries; `images`: where each begins."""
     if len(images):
         _restore_kernel[(len(images),)](
-            images, entries, undo, ELEMENT=_ELEMENTS[width], LANES=RESTORE_LANES, num_warps=RESTORE_WARPS
+            images, entries, undo, ELEMENT=ELEMENTS[width], LANES=RESTORE_LANES, num_warps=RESTORE_WARPS
         )

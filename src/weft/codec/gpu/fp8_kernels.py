@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from weft.codec.tile_kernels import destination_of, load_rows, source_of, store_rows
+from weft.codec.gpu.tile_kernels import destination_of, load_rows, source_of, store_rows
 
 QUANTIZE_ROWS, QUANTIZE_WARPS = 32, 8
 PART_ROWS = 16

@@ -13,13 +13,15 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from weft.codec import delta, patch_kernels
+from weft.codec import delta
 from weft.codec.conversion import ChunkFill
 from weft.codec.delta import HEADER_BYTES, NO_BASE
+from weft.codec.gpu import apply_kernels, patch_kernels
+from weft.codec.gpu.apply_kernels import DeviceRows
+from weft.codec.gpu.blocks import Blocks, num_blocks
+from weft.codec.gpu.kept_image import GpuKeptImage
+from weft.codec.gpu.kept_pieces import is_copied
 from weft.codec.image import ImageLayout, Section, padded
-from weft.codec.kept_image_gpu import GpuKeptImage
-from weft.codec.kept_pieces import is_copied
-from weft.codec.patch_kernels import Blocks, DeviceRows
 from weft.codec.patching import ImagePair, KeptChunk, PatchedImage, Sizes, check_room
 from weft.errors import CodecError
 from weft.gpu import GpuWork
@@ -44,7 +46,7 @@ class _Tables:
             for turn, part in enumerate(layout.sections):
                 alike[turn, part.width].append((len(self.image_of), image, part))
                 self.image_of.append(image)
-                words.append(patch_kernels.section_words(part.width, part.num_elements))
+                words.append(apply_kernels.section_words(part.width, part.num_elements))
         self.parts = [alike[key] for key in sorted(alike)]
         self.blocks = [Blocks.of(parts, work.device) for parts in self.parts]
         self.images = work.upload(np.array(firsts, dtype=np.int64).reshape(-1, 2))
@@ -132,10 +134,10 @@ class GpuPatcher:
         tables = self._tables_of([image.layout for image in images])
         with self._work.queue():
             places = self._places(images)
-            opened, ends = patch_kernels.open_patches(tables.images, places, tables.words)
+            opened, ends = apply_kernels.open_patches(tables.images, places, tables.words)
             flags = torch.zeros(2 * tables.count, dtype=torch.int64, device=self._work.device)
             for blocks in tables.blocks:
-                patch_kernels.check(blocks, places, opened, flags)
+                apply_kernels.check(blocks, places, opened, flags)
             found = torch.cat([opened, flags, ends]).cpu().numpy()  # waits for the stream
         headers = found[: 6 * tables.count].reshape(-1, 6)
         marks = found[6 * tables.count : 8 * tables.count].reshape(-1, 2)
@@ -154,9 +156,9 @@ class GpuPatcher:
         all_rows = self._device_rows(images, tables)
         with self._work.queue():
             places = self._places(images)
-            opened, ends = patch_kernels.open_patches(tables.images, places, tables.words)
+            opened, ends = apply_kernels.open_patches(tables.images, places, tables.words)
             for blocks, rows in zip(tables.blocks, all_rows, strict=True):
-                patch_kernels.apply(blocks, places, opened, rows)
+                apply_kernels.apply(blocks, places, opened, rows)
             found = torch.cat([opened, ends]).cpu().numpy()  # waits for the stream
         begins, image_of = found[: -len(images) : 6], np.array(tables.image_of, dtype=np.int64)
         for number, (image, end) in enumerate(zip(images, found[-len(images) :].tolist(), strict=True)):
@@ -187,7 +189,7 @@ class GpuPatcher:
 
 def _section_rows(images: Sequence[ImagePair], parts: Sequence[tuple[int, int, Section]]) -> NDArray[np.int64]:
     """Rows of `patch_kernels.encode` for some sections of images."""
-    counts = np.array([patch_kernels.num_blocks(part) for _, _, part in parts], dtype=np.int64)
+    counts = np.array([num_blocks(part) for _, _, part in parts], dtype=np.int64)
     rows = [
         (first, part.num_elements, images[n].now + part.begin, (images[n].old or 0) + part.begin, images[n].out, n)
         for first, (_, n, part) in zip((np.cumsum(counts) - counts).tolist(), parts, strict=True)
