@@ -46,9 +46,14 @@ class DeviceWork(Protocol):
         """Copy and digest planes of several groups."""
 
 
+def is_device(device: str) -> bool:
+    """Whether this names a device that weights may lie on."""
+    return _DEVICE.fullmatch(device) is not None
+
+
 def memory_kind(device: str) -> str:
     """`cpu` or `cuda`."""
-    if not _DEVICE.fullmatch(device):
+    if not is_device(device):
         raise ConfigError(f"unknown device `{device}`", hint="cpu, or cuda:0, cuda:1, …")
     return device.partition(":")[0]
 

@@ -76,7 +76,14 @@ class TransportError(WeftError):
 
 
 class TransportUnavailable(TransportError):
-    """This transport does not work on this machine; the hint says what to install or use instead."""
+    """This transport does not work on this machine; the hint says what to install or use instead.
+
+    `members` are those no other member can be linked to, where that is not true of all.
+    """
+
+    def __init__(self, message: str, *, hint: str | None = None, members: tuple[str, ...] = ()) -> None:
+        super().__init__(message, hint=hint)
+        self.members = members
 
 
 class RegistrationError(TransportError):

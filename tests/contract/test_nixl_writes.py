@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import msgspec
 import numpy as np
 import pytest
@@ -139,4 +142,29 @@ def test_replicas_share_a_digest(monkeypatch):
         assert all(target.bytes() == source.tobytes() for target in targets)
     finally:
         for end in (writer, *targets):
+            end.close()
+
+
+@pytest.mark.parametrize("kind", NIXL_CARDS)
+def test_a_write_that_is_cut_ends_its_agents(kind):
+    """Only that keeps NIXL from reading the source: nothing may hold them, and least of all the error itself."""
+    target = ProcessTarget(kind, NUM_BYTES)
+    writer = make_transport(kind, "trainer 0")
+    try:
+        source = np.random.default_rng(0).integers(0, 256, NUM_BYTES, dtype=np.uint8)
+        writer.register(source.ctypes.data, NUM_BYTES)
+        batch = writer.prepare(writer.connect(target.endpoint, [target.descriptor]), *_row(source, target, NUM_BYTES))
+        agents = [weakref.ref(each.agent) for each in writer._agents]
+        target.stop()
+        ticket = writer.post(batch, 1)
+        wait_until(lambda: batch.transfer.under_way, SOON_S, "the write has begun")
+        gc.disable()  # as trainers do
+        ticket.cancel()
+        with pytest.raises(PeerLost, match="did not accept"):
+            ticket.wait(SOON_S)
+        wait_until(lambda: not any(agent() for agent in agents), SOON_S, "the agents are gone")
+    finally:
+        gc.enable()
+        target.resume()
+        for end in (writer, target):
             end.close()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import signal
 import subprocess
@@ -11,6 +10,8 @@ import sys
 
 import numpy as np
 
+from tests.support.leftovers import shared_files
+from tests.support.waiting import wait_until
 from weft import Receiver, Sender, Weights
 from weft.core.topology import load_topology
 
@@ -29,7 +30,7 @@ ROW_KEYS = {
 
 def test_every_method_moves_every_byte():
     """The whole benchmark on a model of a few kilobytes: one JSON object, everything verified, nothing left behind."""
-    before = sorted(os.listdir("/dev/shm"))
+    before = shared_files()
     command = [sys.executable, "-m", "weft", "bench", "transfer", "--model", "smallest", "--repeat", "2", "--json"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
@@ -42,7 +43,7 @@ def test_every_method_moves_every_byte():
     assert {row["transport"] for row in moved} == {"shm", "cma", "nixl", "gloo", "file"}
     assert {row["case"] for row in moved} == {"FSDP2 → TP2", "FSDP2 → 2 replicas"}
     assert {row["mode"] for row in moved if row["wire_bytes"] is not None} == {"in_place", "shadow", "patch"}
-    assert sorted(os.listdir("/dev/shm")) == before
+    wait_until(lambda: shared_files() <= before, SOON_S, "no shared memory is left")
 
 
 def test_costs_of_links_become_a_topology(tmp_path):

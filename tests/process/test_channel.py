@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import resource
 import socket
@@ -14,9 +15,9 @@ import pytest
 import zmq
 
 from weft.errors import AuthError, ConfigError, ProtocolError, WeftError
-from weft.runtime.control.channel import Invalid, Reset
+from weft.runtime.control.channel import MAX_DROPS, Invalid, Reset
 from weft.runtime.control.client import Client
-from weft.runtime.control.fragments import cut
+from weft.runtime.control.fragments import FrameKind, cut, pack_frame
 from weft.runtime.control.keys import KeyRing, load_grant, load_keys, load_public, make_keys
 from weft.runtime.control.security import Security, client_keys, server_keys
 from weft.runtime.control.server import Server
@@ -427,3 +428,19 @@ def test_unfinished_messages_are_forgotten(monkeypatch):
         while sender in server._peers:
             assert server.receive(0.01) is None
             assert time.monotonic() < deadline
+
+
+def test_a_server_that_floods_leaves_its_client_time_for_others(server, monkeypatch):
+    """Frames that belong to an earlier greeting, one after the other, without an end."""
+    left = itertools.repeat([pack_frame(FrameKind.WHO, protocol=0, greeting=99)], 2 * MAX_DROPS)
+
+    class Flood:
+        def recv_multipart(self) -> list[bytes]:
+            return next(left)  # StopIteration if it is read to its end
+
+    with Client(server.address, member="trainer 0", messages=MESSAGES) as client, monkeypatch.context() as flooded:
+        flooded.setattr(client, "_socket", Flood())
+        flooded.setattr(client, "_wait", lambda _: set())
+        flooded.setattr(client, "_has_arrived", lambda _: True)
+        assert client.receive(0.0) is None
+    assert next(left)

@@ -16,10 +16,20 @@ from weft.errors import TransferTimeout, WeftError
 from weft.runtime.compile.sharing import COLLECTED_ELSEWHERE, COLLECTED_HERE, DIRECT
 from weft.runtime.control.client import Client
 from weft.runtime.control.keys import ClientKeys, Keys, new_keys
-from weft.runtime.control.messages import PROTOCOL, Asking, BetweenTrainers, Go, Holder, Introduction, MagnitudeServer
+from weft.runtime.control.messages import (
+    PROTOCOL,
+    Asking,
+    BetweenTrainers,
+    Go,
+    Holder,
+    Introduction,
+    Magnitudes,
+    MagnitudeServer,
+)
+from weft.runtime.control.server import Server
 from weft.runtime.send.exchange import Exchange
 from weft.runtime.send.job import Job
-from weft.runtime.send.magnitudes import CutBlocks
+from weft.runtime.send.magnitudes import CutBlocks, Sharing
 
 ROUND, SOON_S = 17, 20.0
 NOWHERE = "tcp://127.0.0.1:9"
@@ -272,3 +282,31 @@ def test_a_wrong_key_is_refused():
     finally:
         client.close()
         server.close()
+
+
+def test_one_wrong_message_costs_one_version():
+    """Of the trainer others connect to: nobody would be lost, and no new round would begin."""
+    client, intro = made(1, {}), Sharing(blocks([5]), peers={1}).introduction
+    with (
+        contextlib.closing(client),
+        Server("tcp://127.0.0.1:*", messages=BetweenTrainers, protocol=PROTOCOL) as holder,
+    ):
+        client.follow(ROUND, blocks([5]), [Holder(trainer=0, server=MagnitudeServer(address=holder.address, key=""))])
+        received = holder.receive(SOON_S)
+        assert received is not None
+        holder.send(received.sender, Introduction(round=ROUND, blocks=intro, number=received.message.number))
+
+        def say(version: int, values: bytes) -> None:
+            final = Magnitudes(round=ROUND, version=version, group=0, is_final=False, values=values)
+            holder.send(received.sender, final)
+
+        wrong, right = job_of(1), job_of(2)
+        client.begin(wrong)
+        client.found(0, floats(1.0))
+        say(1, b"123")
+        with pytest.raises(WeftError, match="trainer 0 sent magnitudes of 3 bytes"):
+            waited(wrong)
+        client.begin(right)
+        client.found(0, floats(1.0))
+        say(2, floats(7.0).tobytes())
+        assert waited(right) == [7.0]

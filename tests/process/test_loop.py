@@ -15,6 +15,8 @@ from typing import Any
 
 import pytest
 
+from tests.support.leftovers import shared_files
+from tests.support.waiting import wait_until
 from weft.errors import ConfigError, PeerLost, TransportUnavailable
 from weft.observe.events_file import read_versions
 from weft.rl.run.launch import EVENTS, run_here
@@ -219,7 +221,7 @@ def test_no_engine_left_is_an_error_that_says_so(tmp_path):
 
 
 def test_an_interrupt_leaves_nobody_and_nothing_behind(tmp_path):
-    shared = set(os.listdir("/dev/shm"))
+    before = shared_files()
     command = [sys.executable, "-m", "weft", "rl", "--iterations", "100000", "--rollouts", "8", "--out", str(tmp_path)]
     with running(command, stderr=subprocess.PIPE, text=True, env={**os.environ, "NO_COLOR": "1"}) as process:
         assert process.stderr is not None
@@ -232,7 +234,7 @@ def test_an_interrupt_leaves_nobody_and_nothing_behind(tmp_path):
     assert process.returncode == 130
     assert time.monotonic() - began < END_S
     assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
-    assert set(os.listdir("/dev/shm")) <= shared
+    wait_until(lambda: shared_files() <= before, END_S, "no shared memory is left")
 
 
 def test_bad_options_are_errors_before_anything_starts(tmp_path):

@@ -53,7 +53,7 @@ def join(side: str = "engine", held: list[HeldShard] | None = None, **facts: Any
         side=side,
         rank=0,
         held=HeldTable.of([SHARD] if held is None else held).packed(),
-        place=place_here(),
+        place=facts.pop("place", None) or place_here(),
         process=ProcessIdentity.of(os.getpid()),
         age_s=facts.pop("age_s", 1.0),
         **facts,
@@ -90,6 +90,9 @@ def test_each_side_has_its_messages(side, message):
         ("engine", {"age_s": -1.0}),
         ("engine", {"age_s": float("nan")}),
         ("engine", {"incarnation": -1}),
+        ("engine", {"place": msgspec.structs.replace(place_here(), device="tpu")}),
+        ("engine", {"place": msgspec.structs.replace(place_here(), nic_gbps=float("inf"))}),
+        ("trainer", {"place": msgspec.structs.replace(place_here(), nic_gbps=-1.0)}),
     ],
 )
 def test_a_member_joins_with_a_story_that_makes_sense(side, facts):
@@ -144,11 +147,12 @@ def test_who_knows_of_versions_that_nobody_else_does():
 
 
 def opened(**changes: Any) -> Opened:
+    name = changes.pop("name", "shm")
     offer = Offer(
-        endpoint=Endpoint(transport="shm", member=changes.pop("member", "engine 0"), data=b""),
-        descriptors=[Descriptor(transport=changes.pop("spoken", "shm"), address=4096, num_bytes=64, data=b"")],
+        endpoint=Endpoint(transport=name, member=changes.pop("member", "engine 0"), data=b""),
+        descriptors=[Descriptor(transport=changes.pop("spoken", name), address=4096, num_bytes=64, data=b"")],
     )
-    facts = {"round": 1, "offers": {"shm": offer}, "live": np.array([4096], dtype="<u8").tobytes()} | changes
+    facts = {"round": 1, "offers": {name: offer}, "live": np.array([4096], dtype="<u8").tobytes()} | changes
     return Opened(**facts)
 
 
@@ -156,6 +160,7 @@ def opened(**changes: Any) -> Opened:
     "changes",
     [
         {"offers": {}},
+        {"name": "cma"},
         {"member": "engine 1"},
         {"spoken": "cma"},
         {"live": b""},

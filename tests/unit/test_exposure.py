@@ -11,7 +11,7 @@ import pytest
 
 from weft.runtime.control.messages import Writer
 from weft.runtime.receive.exposure import Exposure, has_ended
-from weft.transport.host import ProcessIdentity
+from weft.transport.host import ProcessIdentity, boot_id
 from weft.transport.registry import is_cut_by_closing, place_here
 
 HERE = place_here()
@@ -34,6 +34,16 @@ def test_those_that_joined_again_or_were_seen_to_stop_are_settled(exposure):
     assert exposure.unsettled([writer(9, rank=1)], settled=set()) == (writer(2, rank=1),), "asked again, the same"
     exposure.forget_all()
     assert not exposure.unsettled([], settled=set())
+
+
+def test_a_process_that_cannot_be_looked_at_may_still_write(exposure):
+    """It lies about what it is; or no file descriptor is free."""
+    liars = [
+        msgspec.structs.replace(writer(number), process=ProcessIdentity(pid=pid, start_ticks=1, boot_id=boot))
+        for number, pid, boot in ((1, -1, boot_id()), (2, 2**40, boot_id()), (3, 1, "another boot"))
+    ]
+    exposure.offer(liars)
+    assert exposure.unsettled([], settled=set()) == tuple(liars)
 
 
 def test_a_process_that_has_ended_cannot_write(exposure):

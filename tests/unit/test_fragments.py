@@ -18,6 +18,7 @@ from weft.runtime.control.fragments import (
     parse,
 )
 
+FULL = bytes(FRAGMENT_BYTES)
 SIZES = [0, 1, FRAGMENT_BYTES - 1, FRAGMENT_BYTES, FRAGMENT_BYTES + 1, 3 * FRAGMENT_BYTES, 3 * FRAGMENT_BYTES + 7]
 
 
@@ -67,16 +68,17 @@ def test_a_missing_fragment_is_noticed(missing):
 @pytest.mark.parametrize(
     ("frames", "match"),
     [
-        ([(0, 100, b"x" * 925)], "exceeds the limit"),
-        ([(0, 1 << 63, b"x")], "exceeds the limit"),
-        ([(0, 10, b"x"), (1, 10, b"x")], "11 bytes of a message are left, expected 10"),
-        ([(0, 10, b"x"), (1, 0, b"x")], "are left"),
-        ([(0, 10, b"")], "empty"),
-        ([(0, 10, b"x"), (1, 10, b"")], "empty"),
+        ([(0, (1 << 20) - FRAGMENT_BYTES + 1, FULL)], "exceeds the limit"),
+        ([(0, 1 << 63, FULL)], "exceeds the limit"),
+        ([(0, 10, FULL), (1, 10, b"x")], "11 bytes of a message are left, expected 10"),
+        ([(0, 10, FULL), (1, 0, b"x")], "are left"),
+        ([(0, 10, b"")], "fragment has 0 bytes"),
+        ([(0, 1000, b"xy")], "fragment has 2 bytes"),
+        ([(0, FRAGMENT_BYTES + 9, FULL), (1, 10, FULL[1:])], "fragment has 65535 bytes, expected 65536"),
     ],
 )
 def test_contradictions_are_refused(frames, match):
-    assembly = Assembly(max_bytes=1024)
+    assembly = Assembly(max_bytes=1 << 20)
     with pytest.raises(FragmentError, match=match):
         take_all(assembly, [Frame(FrameKind.DATA, 5, 9, number, left, payload) for number, left, payload in frames])
 

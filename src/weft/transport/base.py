@@ -396,7 +396,7 @@ class Transport(abc.ABC, Generic[AnyPeer]):
         return batch
 
     def post(self, batch: Batch, tag: int) -> Ticket:
-        """Start writing a batch; the target counts its bytes under `tag` as they land."""
+        """Start writing a batch; the target counts its bytes under `tag`, the newest or a newer one, as they land."""
         self._check_tag(tag)
         cancelled = threading.Event()
         return Ticket(self._writer.submit(self._write, batch, tag, cancelled), batch, tag, cancelled)

@@ -114,6 +114,14 @@ class _CardTransfer:
     def state(self) -> str:
         return str(self.agent.check_xfer_state(self.handle))
 
+    @property
+    def is_stalled(self) -> bool:
+        """Whether it is known to be still going on."""
+        try:
+            return self.state == "PROC"
+        except Exception:  # its peer is gone
+            return False
+
 
 @dataclass(eq=False)
 class _PreparedTransfer:
@@ -449,8 +457,8 @@ class NixlTransport(Transport[_Peer]):
                 write.future.set_result(WriteResult(num_bytes=write.batch.num_bytes, digest=write.digest.result()))
         except Exception as error:
             wait([write.digest])  # it reads the source, which may be freed once this is known to have failed
-            is_ours = isinstance(error, TransportError)
-            write.future.set_exception(error if is_ours else self._failure(error, write.batch.peer))
+            failure = error if isinstance(error, TransportError) else self._failure(error, write.batch.peer)
+            write.future.set_exception(failure.with_traceback(None))  # whose frames would keep the agents
         return write.future.done()
 
     def _is_over(self, write: _Write) -> bool:
@@ -486,7 +494,7 @@ class NixlTransport(Transport[_Peer]):
         """End the agents and with them everything in flight; the transport cannot be used afterwards."""
         with self._posting:
             for transfer in list(self._transfers):
-                if any(card.state == "PROC" for card in transfer.under_way):
+                if any(card.is_stalled for card in transfer.under_way):
                     self.cut_peers |= {transfer.peer}
                 transfer.tear()
             self._peers, self._lists, self._agents = {}, {}, []

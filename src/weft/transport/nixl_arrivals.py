@@ -50,7 +50,8 @@ class Announcements:
     """Counts announcements. Only each writer's newest tag is kept, so nothing grows with the number of versions."""
 
     def __init__(self) -> None:
-        self._arrived: dict[tuple[int, int], _Arrived] = {}
+        self._arrived: dict[int, tuple[int, _Arrived]] = {}
+        """Writer → its newest tag, and what it has announced under it."""
 
     def count(self, note: bytes) -> None:
         """Count a note; what is not from a weft member is ignored."""
@@ -58,13 +59,15 @@ class Announcements:
             arrival = msgspec.msgpack.decode(note, type=_Arrival)
         except msgspec.DecodeError:
             return
-        key = arrival.tag, arrival.writer
-        if key not in self._arrived:
-            self._arrived = {known: n for known, n in self._arrived.items() if known[1] != arrival.writer}
-            self._arrived[key] = _Arrived()
-        self._arrived[key].add(arrival.at, arrival.num_bytes)
+        tag, arrived = self._arrived.get(arrival.writer, (-1, _Arrived()))
+        if arrival.tag < tag:
+            return  # of an earlier version, through another card
+        if arrival.tag > tag:
+            tag, arrived = arrival.tag, _Arrived()
+            self._arrived[arrival.writer] = tag, arrived
+        arrived.add(arrival.at, arrival.num_bytes)
 
     def num_bytes(self, tag: int, writer: int) -> int:
         """Bytes of a writer without a gap, in the order it posted them."""
-        found = self._arrived.get((tag, writer))
-        return 0 if found is None else found.prefix
+        newest, arrived = self._arrived.get(writer, (-1, _Arrived()))
+        return arrived.prefix if newest == tag else 0

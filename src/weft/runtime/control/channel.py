@@ -41,6 +41,8 @@ MAX_FRAMES = 64
 """High-water mark of a connection, in each direction: 4 MiB."""
 FLUSH_S = 0.002
 """How often a full connection is tried again."""
+MAX_DROPS = 1000
+"""Frames that complete no message, before a caller that does not wait gets its turn."""
 HANDSHAKE_MS, DEAD_MS = 5_000, 10_000
 SPIN_S = 0.001 if len(os.sched_getaffinity(0)) >= 8 else 0.0
 """How long to poll for the next message without sleeping: they come in bursts, and waking up takes longer."""

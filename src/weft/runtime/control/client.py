@@ -18,6 +18,7 @@ from weft.errors import AuthError, ConfigError, ProtocolError
 from weft.runtime.control.addresses import host_of
 from weft.runtime.control.channel import (
     MAX_BACKLOG_BYTES,
+    MAX_DROPS,
     MAX_MESSAGE_BYTES,
     SPIN_S,
     Alarm,
@@ -147,6 +148,7 @@ class Client:
         `Reset` when messages may have been lost. Raises AuthError or ProtocolError if the server refuses this client.
         """
         deadline = time.monotonic() + timeout_s
+        num_frames = 0
         while True:
             ready = self._wait(deadline)
             if self._monitor in ready:
@@ -154,7 +156,8 @@ class Client:
             if self._has_arrived(ready):
                 self._spin_until = time.monotonic() + self.spin_s
                 message = self._take(self._socket.recv_multipart())
-                if message is not None:
+                num_frames += 1
+                if message is not None or (num_frames >= MAX_DROPS and time.monotonic() > deadline):
                     return message
             elif self._alarm.descriptor in ready:
                 self._alarm.silence()

@@ -115,10 +115,10 @@ class Assembly:
         size = len(frame.payload) + frame.left
         if self._parts and size != self._left:
             raise FragmentError(f"{size} bytes of a message are left, expected {self._left}")
-        if frame.left and not frame.payload:
-            raise FragmentError("fragment is empty")
         if not self._parts and size > self._max_bytes:
             raise FragmentError(f"message of {size} bytes exceeds the limit of {self._max_bytes}")
+        if frame.left and len(frame.payload) != FRAGMENT_BYTES:  # many small ones would cost far more than they carry
+            raise FragmentError(f"fragment has {len(frame.payload)} bytes, expected {FRAGMENT_BYTES}")
         self._next = (self._next + 1) % _WRAP
         if not frame.left and not self._parts:
             return frame.payload

@@ -19,6 +19,7 @@ from weft.runtime.control.addresses import check_bind
 from weft.runtime.control.channel import (
     FLUSH_S,
     MAX_BACKLOG_BYTES,
+    MAX_DROPS,
     MAX_MESSAGE_BYTES,
     SPIN_S,
     Alarm,
@@ -40,8 +41,6 @@ MAX_CONNECTIONS_PER_MEMBER = 4
 MAX_STRANGERS = 1024
 """Strangers whose last answer is remembered; more are not answered."""
 MAX_REASON_BYTES = 1024
-MAX_DROPS = 1000
-"""Frames dropped before a caller that does not wait gets its turn."""
 ANSWER_S = 0.25
 """How often a stranger is answered."""
 _NOW, _MORE_NOW = int(zmq.DONTWAIT), int(zmq.DONTWAIT | zmq.SNDMORE)

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from weft.core.geometry.fingerprint import by_appearance, distinct_rows
 from weft.core.layout import DTYPE_BYTES, MAX_DIMS, MAX_ELEMENTS, MAX_TENSOR_DIM, Shard, shard_problem
 from weft.core.version import MAX_FIRST, MAX_STEP, MAX_VERSION
+from weft.devices import is_device
 from weft.errors import ConfigError, LayoutError, ProtocolError
 from weft.runtime.compile.member_plans import Opening, Owed
 from weft.runtime.control.addresses import is_address
@@ -67,6 +68,8 @@ def check_join(join: Join) -> None:
         wrong.append("abandoned engines")
     if not (math.isfinite(join.age_s) and join.age_s >= 0) or not 0 <= join.incarnation < MAX_ADDRESS:
         wrong.append(f"an age of {join.age_s} s, incarnation {join.incarnation}")
+    if not is_device(join.place.device) or not 0 <= join.place.nic_gbps < math.inf:
+        wrong.append(f"device {join.place.device[:32]}, network cards of {join.place.nic_gbps} Gb/s")
     if wrong:
         raise ProtocolError(f"{join.side} {join.rank} joined with impossible values: {', '.join(wrong)}")
     held = join.held.table
@@ -164,7 +167,7 @@ def _shard_problem(dtype: str, shape: _Dims, lo: _Dims, extent: _Dims, strides: 
 def check_opened(join: Join, opened: Opened, transports: Collection[str], needed: Opening | None = None) -> None:
     """Raise unless a member has opened what it was asked to; `needed`: the memory an engine rank was asked for."""
     member = f"{join.side} {join.rank}"
-    if set(opened.offers) < set(transports):
+    if not set(transports) <= set(opened.offers):
         raise ProtocolError(f"{member} opened {sorted(opened.offers)}, expected {sorted(transports)}")
     for name, offer in opened.offers.items():
         spoken = {offer.endpoint.transport, *(descriptor.transport for descriptor in offer.descriptors)}
@@ -220,7 +223,7 @@ def check_committed(engine: int, message: Committed, num_trainers: int) -> None:
         )
     spent = [message.pause_s, *(part.seconds for part in message.arrivals)]
     if not all(0 <= seconds < MAX_SECONDS for seconds in spent) or any(part.num_bytes < 0 for part in message.arrivals):
-        raise ProtocolError(f"engine {engine} reported arrivals or a pause that cannot be")
+        raise ProtocolError(f"engine {engine} reported impossible arrivals or an impossible pause")
 
 
 def check_written(trainer: int, message: Written, engines: Set[int], owed: Owed | None) -> None:

@@ -320,7 +320,7 @@ class Controller:
                         self._cpu_s += time.thread_time() - received.thread_s
                 self._journal.write_due()
                 self._rounds.take_planned()
-                self._look_at_clocks()
+                self._look_at_clocks_safely()
         finally:
             self._planner.close()
             self._server.close()
@@ -448,6 +448,13 @@ class Controller:
             for engine in self._membership.joins("engine"):
                 self._send(MemberId.engine(engine), CutOff(incarnations=[known.incarnation]))
 
+    def _look_at_clocks_safely(self) -> None:
+        """A bug in what happens when time has passed does not stop the controller: members would get no answer."""
+        try:
+            self._look_at_clocks()
+        except Exception:
+            log.exception("internal error while looking at the clocks")
+
     def _look_at_clocks(self) -> None:
         """Ten times a second: what is too late, and what members should know."""
         if time.monotonic() < self._next_look:
@@ -497,6 +504,7 @@ class Controller:
             records=self._journal.is_open,
         )
         self._send(member, welcome)
+        self._versions.welcomed(join)
         self._journal.write(
             member=str(member), state="joined", host=join.place.host, device=join.place.device, served=join.last
         )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Set
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -16,7 +16,7 @@ import msgspec
 
 from weft.config import DeltaPolicy, ReceiverMode, TransferSettings
 from weft.devices import CPU
-from weft.errors import ProtocolError
+from weft.errors import ProtocolError, TransportUnavailable
 from weft.runtime.compile.links import through_host
 from weft.runtime.control.channel import member_of
 from weft.runtime.control.member_id import MemberId
@@ -241,13 +241,28 @@ def choose_links(
     for engine, dst in engines.items():
         shareable = own or dst.place.shareable or (passes_host and dst.place.device != CPU)
         places[engine] = msgspec.structs.replace(_linked(dst.place, passes_host), shareable=shareable)
-    return {
-        (trainer, engine): choose(
-            _linked(src.place, passes_host), place, wanted=settings.transport, allow_fallback=settings.allow_fallback
-        )
-        for trainer, src in trainers.items()
-        for engine, place in places.items()
-    }
+    sources = {trainer: _linked(join.place, passes_host) for trainer, join in trainers.items()}
+    chosen: dict[tuple[int, int], Choice] = {}
+    problems: dict[tuple[int, int], TransportUnavailable] = {}
+    for trainer, source in sources.items():
+        for engine, place in places.items():
+            try:
+                chosen[trainer, engine] = choose(
+                    source, place, wanted=settings.transport, allow_fallback=settings.allow_fallback
+                )
+            except TransportUnavailable as error:
+                problems[trainer, engine] = error
+    if problems:
+        first = next(iter(problems.values()))
+        raise TransportUnavailable(str(first), hint=first.hint, members=_unlinked(set(problems), sources, places))
+    return chosen
+
+
+def _unlinked(impossible: Set[tuple[int, int]], trainers: Collection[int], engines: Collection[int]) -> tuple[str, ...]:
+    """Members none of whose links is possible, if other members have links: they differ from the others."""
+    alone = [MemberId.trainer(t) for t in trainers if all((t, engine) in impossible for engine in engines)]
+    alone += [MemberId.engine(e) for e in engines if all((trainer, e) in impossible for trainer in trainers)]
+    return tuple(map(str, alone)) if len(impossible) < len(trainers) * len(engines) else ()
 
 
 def _linked(place: Place, passes_host: bool) -> Place:

@@ -19,7 +19,7 @@ import numpy as np
 
 from weft.core.plans.bound import busy_by_bytes
 from weft.core.plans.plan import Plan
-from weft.errors import LayoutError, PlanError, WeftError
+from weft.errors import LayoutError, PlanError, ProtocolError, TransportUnavailable, WeftError
 from weft.runtime.compile.member_plans import MemberPlans
 from weft.runtime.control.member_id import MemberId
 from weft.runtime.control.messages import Asking, Open, Opened, Refused, Writer
@@ -176,6 +176,8 @@ class Rounds:
         if message.round != self._membership.round or self._planner.is_busy:
             return  # it belongs to an earlier round, or was not requested
         assert self.parts is not None
+        if known.join.rank in self._membership.open_ranks(known.join.side):
+            raise ProtocolError(f"{known.member} has opened its memory twice")
         needed = self.parts.opening(known.join.rank) if known.join.side == "engine" else None
         check_opened(known.join, message, set(known.transports.values()), needed)
         if known.join.side == "trainer":
@@ -218,7 +220,7 @@ class Rounds:
 
     def _refuse_misfits(self, error: WeftError) -> None:
         """Members do not match: those that differ from the others are removed; all, if these are not known."""
-        named = error.members if isinstance(error, LayoutError) else ()
+        named = error.members if isinstance(error, LayoutError | TransportUnavailable) else ()
         if not named:
             self._refuse_all(error)
         for member in [member for member in self._membership.members if str(member) in named]:

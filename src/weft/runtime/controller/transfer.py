@@ -48,6 +48,7 @@ class Transfer:
     has_bytes: bool = False
     """Whether any byte of it was written, or may have been by a writer that was lost."""
     is_decided: bool = False
+    decided_at: float = 0.0
     is_commit: bool = False
     aborted: Decision | None = None
     """An abort that engines have not heard of, because writers have not yet said whether they wrote anything."""

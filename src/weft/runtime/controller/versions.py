@@ -122,6 +122,19 @@ class Versions:
         if join.side == "engine":
             self._holds[join.rank] = join.holds
 
+    def welcomed(self, join: Join) -> None:
+        """A member may be told now what was decided while it could not be reached."""
+        if self._is_rebuilt and join.side == "engine":
+            self._commit_what_is_ready(join)
+
+    def _commit_what_is_ready(self, join: Join) -> None:
+        """An engine rank that holds the last committed version and has not heard of the decision commits it, too."""
+        committed = self._ledger.committed
+        if committed is None or join.ready != committed or join.pending is not None or join.last == committed:
+            return
+        self._commits.owe([join.rank], version=committed, since=time.monotonic())
+        self._send(join.member, Decide(version=committed, commit=True))
+
     def lost(self, known: Member, how: str, *, is_settled: bool) -> None:
         """A member is gone: abort what depends on it. `is_settled`: a trainer that was not told to write does not."""
         rank, transfer = known.join.rank, self._transfer
@@ -177,15 +190,14 @@ class Versions:
         committed = max(known, default=None)
         told = [version for join in joins.values() for version in (join.last, join.seen) if version is not None]
         self._ledger.restore(committed=committed, last_decided=max([*known, *told], default=-1))
-        for rank, join in engines.items():
-            if committed is not None and join.ready == committed and join.pending is None and join.last != committed:
-                self._commits.owe([rank], version=committed, since=time.monotonic())
-                self._send(MemberId.engine(rank), Decide(version=committed, commit=True))
+        for join in engines.values():
+            self._commit_what_is_ready(join)
         return True
 
     def look_at_clocks(self) -> None:
         """What is too late."""
         self._drop_stalled()
+        self._drop_writers_that_do_not_stop()
         transfer = self._transfer
         if transfer is not None and transfer.aborted is not None and time.monotonic() > transfer.abort_deadline:
             transfer.has_bytes = True  # must be assumed
@@ -222,6 +234,15 @@ class Versions:
         if self._commits.ranks:  # the version may no longer wait for them
             self.finish()
             self.answer_trainers()
+
+    def _drop_writers_that_do_not_stop(self) -> None:
+        """After an abort, trainers say when they have stopped; one that does not must not hold up the next version."""
+        transfer, stop_s = self._transfer, self._settings.version_s
+        if transfer is None or not transfer.is_decided or time.monotonic() < transfer.decided_at + stop_s:
+            return
+        for trainer in sorted(transfer.writers):
+            why = f"did not stop writing version {transfer.version} in {stop_s:.1f} s"
+            self._lose(MemberId.trainer(trainer), why)
 
     def retire(self) -> None:
         """Forget a version that no member depends on any more."""
@@ -332,10 +353,14 @@ class Versions:
         if not obstacles:
             return
         reason = ", ".join(obstacles[member] for member in sorted(obstacles))
-        for trainer, version in sorted(self._wants.items()):
-            self._ledger.refuse(version, reason)
-            self._refuse(trainer, version, reason)
-        self._wants.clear()
+        wants, self._wants = self._wants, {}
+        for trainer, version in sorted(wants.items()):
+            try:
+                self._ledger.refuse(version, reason)
+            except VersionError as error:  # far beyond the one that was refused before
+                self._refuse(trainer, version, str(error))
+            else:
+                self._refuse(trainer, version, reason)
 
     def at(self, rank: int, version: int, step: int) -> None:
         """An engine rank reports its step; when all ranks of its engine have, they learn where to meet."""
@@ -360,6 +385,8 @@ class Versions:
             self.check_known(MemberId.trainer(trainer), version, "has written")
             return  # it had already ended
         if trainer not in transfer.writers:
+            if transfer.is_decided:
+                return  # it was lost while it wrote, which aborted the version, and has joined again
             raise ProtocolError(f"trainer {trainer} has written version {version} without being told to")
         check_written(trainer, message, transfer.asked, self._owed(trainer, transfer))
         transfer.writers.discard(trainer)
@@ -491,7 +518,7 @@ class Versions:
         transfer = self._transfer
         if decision is None or transfer is None or transfer.version != decision.version:
             return
-        transfer.is_decided, transfer.is_commit = True, decision.commit
+        transfer.is_decided, transfer.is_commit, transfer.decided_at = True, decision.commit, time.monotonic()
         commits = {rank for engine in decision.engines for rank in self._membership.ranks_of(engine)}
         told = commits & set(self._membership.joins("engine"))
         self._commits.owe(told, version=decision.version, since=time.monotonic())

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 
+from weft.errors import TransportError
 from weft.runtime.control.messages import Offered, Writer
 from weft.transport.host import process_has_ended
 from weft.transport.registry import Place, is_cut_by_closing
@@ -75,8 +76,12 @@ class Exposure:
 
 def has_ended(writer: Writer, here: Place) -> bool:
     """Whether a writer's process is known to be gone; processes of other hosts never are."""
-    same = (writer.place.host, writer.place.container) == (here.host, here.container)
-    return same and process_has_ended(writer.process)
+    if (writer.place.host, writer.place.container) != (here.host, here.container):
+        return False
+    try:
+        return process_has_ended(writer.process)
+    except TransportError:  # it cannot be looked at: no descriptor is free, or it did not say who it is
+        return False
 
 
 def named(writers: Sequence[Writer]) -> str:

@@ -224,9 +224,14 @@ class Exchange:
 
     def _fail(self, error: WeftError) -> None:
         """Versions of this round cannot be sent."""
-        log.warning("%s cannot exchange magnitudes: %s", self._member, error)
         with self._lock:
             self._error = error
+        self._stop_version(error)
+
+    def _stop_version(self, error: WeftError) -> None:
+        """The version under way cannot be sent; later ones may."""
+        log.warning("%s cannot exchange magnitudes: %s", self._member, error)
+        with self._lock:
             if self._job is not None:
                 self._job.stop(error)
 
@@ -300,7 +305,11 @@ class Exchange:
                 asked.is_back()
                 self._introduce(asked)
                 continue
-            self._learn(trainer, message)
+            try:
+                self._learn(trainer, message)
+            except ProtocolError as error:
+                self._stop_version(error)
+                continue
             if isinstance(message, Introduction) and message.round == self._round:
                 asked.answered(message)
                 self._say[trainer] = client.send

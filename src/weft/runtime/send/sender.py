@@ -15,7 +15,7 @@ previous one.
 
 from __future__ import annotations
 
-import contextlib
+import logging
 import os
 import threading
 import time
@@ -25,7 +25,7 @@ from typing import Any, Self
 
 from weft.config import DeltaPolicy
 from weft.devices import device_work
-from weft.errors import ProtocolError, TransferTimeout, TransportError, VersionError, WeftError
+from weft.errors import ProtocolError, TransferTimeout, VersionError, WeftError
 from weft.events import Event, busy_seconds
 from weft.runtime.control.member import ControlThread, Duties
 from weft.runtime.control.messages import (
@@ -55,6 +55,7 @@ from weft.runtime.weights import Weights
 from weft.transport.base import Transport
 from weft.transport.host import ProcessIdentity
 
+log = logging.getLogger(__name__)
 _MASK = (1 << 64) - 1
 JOIN_S = 60.0
 DRAIN_S = 120.0
@@ -356,40 +357,41 @@ class Sender:
             self._failed(TransferTimeout(f"{self._member} cannot stop writing version {version}"))
             self._control.close()  # the controller must treat this writer as lost
             return
-        abandoned = self._reconnect()
+        self._reconnect()
         if publication._go is not None:
             has_written = any(job.tickets or job.has_written for job in publication._jobs)
             self._control.post(
-                Stopped(version=version, reason=str(error), has_written=has_written, abandoned=sorted(abandoned))
+                Stopped(version=version, reason=str(error), has_written=has_written, abandoned=sorted(self._abandoned))
             )
 
-    def _reconnect(self) -> set[int]:
-        """Reopen transports that had to be torn down to stop writing; returns the engine ranks concerned.
+    def _reconnect(self) -> None:
+        """Reopen transports that had to be torn down to stop writing. Never raises: the controller waits for Stopped.
 
-        There is no new plan meanwhile: the controller has not yet heard that this trainer stopped. Those engine ranks
-        are left alone until there is: connecting to a host that is cut off can take minutes.
+        There is no new plan meanwhile: the controller has not yet heard that this trainer stopped. Engine ranks that
+        were cut off are left alone until there is: connecting to a host that is cut off can take minutes.
         """
         cut = self._transports.close_cut()
         if not cut or self._program is None or self._plan is None:
-            return set()
-        abandoned = {link.engine for link in self._program.links if link.peer in cut.get(link.transport, ())}
-        self._abandoned |= abandoned
+            return
+        self._abandoned |= {link.engine for link in self._program.links if link.peer in cut.get(link.transport, ())}
         self._forget_plan()
         self._cut = frozenset(cut)
-        with contextlib.suppress(TransportError):  # the next version tries again
+        try:
             self._reopen()
-        return abandoned
+        except Exception as error:  # this host may be cut off, or out of memory; the next version tries again
+            log.warning("%s cannot reopen %s: %s", self._member, ", ".join(sorted(cut)), error)
 
     def _reopen(self) -> None:
         """Open what was torn down, unless it is open again. Raises TransportError while this host is cut off."""
         if self._cut and self._plan is not None:
             self._transports.open(self._cut, self._control.settings)
             self._follow(self._plan)
+            self._cut = frozenset()
 
     def _follow(self, plan: SendPlan) -> None:
         """Get ready to send as planned."""
         self._forget_plan()
-        self._plan, self._cut = plan, frozenset()
+        self._plan = plan
         self._program = SendProgram(
             plan,
             self._transports,
@@ -433,6 +435,7 @@ class Sender:
         if self._transports.has_cut or not all(ticket.done for ticket in job.tickets):
             late = "; ".join(s.loss for s in sent.values() if s.loss)
             raise TransferTimeout(f"{self._member} could not write all of version {go.version} in time: {late}")
+        job.flow.check()  # writes that were cancelled must not be reported as lost engines
         written = self._report(job, sent, late_s=publication._late_s)
         publication.write_s = time.monotonic() - began
         publication._released.set()  # before any caller can hear that it is committed
@@ -502,6 +505,7 @@ class Sender:
                 self._open(message)
             case SendPlan():
                 self._abandoned.clear()  # engines have closed the memory those writes were for
+                self._cut = frozenset()  # all is open
                 self._follow(message)
             case Go(version=version):
                 self._go(version, message)
