@@ -128,8 +128,8 @@ class TransferSettings:
     """Network devices UCX may use, such as `mlx5_0:1`; empty: `UCX_NET_DEVICES`, or all. Several Ethernet cards, like
     `eth0,eth1`, get writes of their own, by their rates; name them in the same order on all hosts."""
     beat_s: float = 0.5
-    """Heartbeat interval of members and the controller. Longer for more than 100 members, but not more than a quarter
-    of silence_s: at most 200 heartbeats reach the controller in a second."""
+    """Heartbeat interval of members and the controller. Longer for more than 100 members, so that 200 heartbeats a
+    second reach the controller, but never more than a quarter of silence_s."""
     silence_s: float = 5.0
     """A member, or the controller, that has been silent for this long is lost."""
     version_s: float = 60.0
@@ -183,7 +183,7 @@ class TransferSettings:
         if self.window_bytes and not MIB <= self.window_bytes <= 1 << 42:
             raise ConfigError(f"window_bytes is {self.window_bytes}", hint="expected 1 MiB or more; or 0")
         if staging and not least <= staging <= 1 << 42:
-            raise ConfigError(f"staging_bytes is {staging}", hint=f"expected four chunks ({least}) or more; or 0")
+            raise ConfigError(f"staging_bytes is {staging}", hint=f"expected 4 × chunk_bytes ({least}) or more; or 0")
 
     def chunk_bytes_on(self, device: str) -> int:
         """Chunk size of a member with weights on a device."""

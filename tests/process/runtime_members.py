@@ -20,6 +20,7 @@ from weft.core.geometry.scaling import QUANT_BLOCK, Scaling
 from weft.core.version import CommitPolicy
 from weft.errors import WeftError
 from weft.runtime.controller.controller import Controller
+from weft.runtime.receive.arrivals import Arrivals
 from weft.runtime.receive.receiver import Receiver
 from weft.runtime.send.sender import Sender
 from weft.runtime.weights import Part, Weights
@@ -126,6 +127,9 @@ def _engine(
                 if request == "fail":
                     _fail_next_commit(receiver)
                     continue
+                if request in ("freeze inside", "fail inside"):
+                    _break_inside(receiver, freezes=request == "freeze inside")
+                    continue
                 version = None if receiver.is_poisoned else receiver.version
                 pipe.send((version, {name: _plain(array) for name, array in arrays.items()}))
 
@@ -140,6 +144,32 @@ def _fail_next_commit(receiver: Receiver) -> None:
         raise WeftError(f"version {version} breaks off")
 
     mode.make_visible = broken
+
+
+def _break_inside(receiver: Receiver, *, freezes: bool) -> None:
+    """Let the engine break off, or its process stop, when some of the next version has landed."""
+    following = receiver._following
+    arriving = following._arriving
+
+    def breaking(version: int, links: Any) -> Arrivals:
+        following._arriving = arriving
+        arrivals = arriving(version, links)
+        follow = arrivals.follow
+
+        def broken() -> bool:
+            if not follow():
+                return False
+            assert not arrivals.is_whole
+            arrivals.follow = follow
+            if not freezes:
+                raise WeftError("it breaks off")
+            os.kill(os.getpid(), signal.SIGSTOP)
+            return True
+
+        arrivals.follow = broken
+        return arrivals
+
+    following._arriving = breaking
 
 
 def _plain(array: np.ndarray) -> np.ndarray:

@@ -130,6 +130,38 @@ def test_a_stalled_member_and_its_late_writes(fleet, victim):
     stalled.close()
 
 
+WINDOWS = {
+    "quorum": 1,
+    "mode": "in_place",
+    "transport": "cma",
+    "min_write_bytes": 1 << 20,
+    "window_bytes": 1 << 20,
+    "silence_s": 1.0,
+    "version_s": 60.0,
+}
+"""A version is written to an engine only as fast as that engine makes room."""
+
+
+@pytest.mark.parametrize("fleet", [WINDOWS], indirect=True)
+@pytest.mark.parametrize("how", ["freeze inside", "fail inside"])
+def test_with_a_quorum_nobody_waits_for_room_in_the_window_of_an_engine_that_is_lost(fleet, how):
+    """Trainers give up after 20 s; a version may take 60."""
+    assert fleet.publish(1) == ["committed", "committed"]
+    fleet.engines[1].ask(how)
+    assert fleet.publish(2) == ["committed", "committed"]
+    fleet.check(2, ranks=(0,))
+    if how == "freeze inside":
+        fleet.wait_lost("engine 1")
+        fleet.engines[1].kill()
+        fleet.engines[1].close()
+        fleet.engines[1] = fleet.new_engine(1)
+        assert fleet.engines[1].answer() == "there"
+        fleet.wait_planned(BOUND_S)
+    assert fleet.publish(3) == ["committed", "committed"]
+    wait_until(lambda: fleet.holdings()[1][0] == 3, BOUND_S, "engine 1 serves version 3")
+    fleet.check(3)
+
+
 @pytest.mark.parametrize("fleet", [{"quorum": 1}], indirect=True)
 def test_with_a_quorum_the_others_go_on_and_the_lost_engine_comes_back(fleet):
     assert fleet.publish(1) == ["committed", "committed"]

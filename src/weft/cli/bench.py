@@ -340,18 +340,20 @@ def _codec_report(device: str, num_bytes: int, density: float, repeat: int, say:
 
 def load_bench(name: str) -> Any:
     """A module of `weft.bench`, loaded late: some need torch."""
-    try:
-        return importlib.import_module(f"weft.bench.{name}")
-    except ModuleNotFoundError as error:
-        raise TransportUnavailable(f"the benchmark needs {error.name}", hint="pip install weft[bench]") from error
+    return _load(f"weft.bench.{name}")
 
 
 def check_cuda() -> None:
     """Raise where PyTorch has no GPU."""
-    import torch  # noqa: PLC0415
-
-    if not torch.cuda.is_available():
+    if not _load("torch").cuda.is_available():
         raise ConfigError("no CUDA device on this machine", hint="use --device cpu")
+
+
+def _load(module: str) -> Any:
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        raise TransportUnavailable(f"the benchmark needs {error.name}", hint="pip install 'weft[bench]'") from error
 
 
 def tell(say: Callable[[str], None]) -> Callable[[str], None]:

@@ -2,8 +2,8 @@
 
     member → controller   Join, Opened, Blocked, Want, Written, Stopped, At, Paused, Ready, Failed, Committed, Beat,
                           Leave
-    controller → member   Welcome, Refused, Unknown, Open, CutOff, SendPlan, ReceivePlan, Expect, Go, Verify, Boundary,
-                          Decide, Alive
+    controller → member   Welcome, Refused, Unknown, Open, CutOff, SendPlan, ReceivePlan, Expect, Go, LeftOut, Verify,
+                          Boundary, Decide, Alive
     trainer → trainer     Introduction, Magnitudes
 
 Tables travel compressed (weft.runtime.control.columns), other columns as little-endian 8-byte integers.
@@ -26,7 +26,7 @@ from weft.transport.base import Descriptor, Endpoint
 from weft.transport.host import ProcessIdentity
 from weft.transport.registry import Place
 
-PROTOCOL = 14
+PROTOCOL = 15
 STEPS_AHEAD = 2
 """How many steps an engine rank may advance while the ranks of its engine agree on a boundary."""
 
@@ -377,6 +377,13 @@ class Go(_Message, frozen=True):
     """The second round of a version for which patches did not suffice: from the kept copy, to these ranks only."""
 
 
+class LeftOut(_Message, frozen=True):
+    """Engine ranks that no longer take part in a version that trainers write: nobody drains their windows."""
+
+    version: int
+    engines: list[int]
+
+
 class Verify(_Message, frozen=True):
     """All trainers have written a version; this is what an engine rank should hold."""
 
@@ -444,6 +451,7 @@ ToMember = (
     | ReceivePlan
     | Expect
     | Go
+    | LeftOut
     | Verify
     | Boundary
     | Decide

@@ -41,6 +41,8 @@ class Transfer:
     is_second_round: bool = False
     dropped: set[int] = field(default_factory=set)
     """Engine ranks that were lost, or belong to an engine of which one was."""
+    left_out: set[int] = field(default_factory=set)
+    """Engine ranks that trainers were told not to wait for, because they were lost or failed."""
     go: Go | None = None
     """What trainers are told when they may write; made when the first one is, and again when takers are lost."""
     told: set[int] = field(default_factory=set)

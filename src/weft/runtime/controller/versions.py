@@ -1,7 +1,7 @@
 """Versions, from the first trainer's wish until every engine serves them: who may write, what is decided, who was told.
 
     consumes      Want, Written, Stopped, At, Paused, Ready, Failed, Committed, and members that are lost
-    produces      Expect, Go, Verify, Boundary, Decide
+    produces      Expect, Go, LeftOut, Verify, Boundary, Decide
 
 A version is open from the first Want until every engine has committed it, or until it was aborted and every trainer
 that was writing has stopped: only then may the next one be written. What is decided follows from `core/version.py`.
@@ -29,6 +29,7 @@ from weft.runtime.control.messages import (
     Expect,
     Go,
     Join,
+    LeftOut,
     Stopped,
     Verify,
     Written,
@@ -150,8 +151,7 @@ class Versions:
             if transfer is not None:
                 transfer.drop(self._membership.ranks_of(rank // self._membership.ranks_per_engine))
         self.apply(self._fail(known.join, how))
-        if self._transfer is not None:
-            self._send_writers(self._transfer)
+        self._leave_out(known.join)
         self.finish()
         self.answer_trainers()
 
@@ -450,7 +450,7 @@ class Versions:
             for rank in sorted(transfer.engines):
                 self.apply(self._ready(rank, transfer.version))
             return
-        for rank, reports in transfer.links.by_engine(sorted(transfer.engines)).items():
+        for rank, reports in transfer.links.by_engine(sorted(transfer.engines - transfer.left_out)).items():
             self._send(MemberId.engine(rank), Verify(version=transfer.version, reports=reports))
 
     def _takes_their_word(self, transfer: Transfer) -> bool:
@@ -480,8 +480,21 @@ class Versions:
         log.warning("%s failed version %d: %s", member, version, reason)
         if join.side == "trainer":  # a trainer that is writing reports when it has stopped
             transfer.waiting.discard(join.rank)
+        else:
+            transfer.drop(self._membership.ranks_of(join.rank // self._membership.ranks_per_engine))
         self.apply(self._fail(join, reason))
+        self._leave_out(join)
         self.answer_trainers()
+
+    def _leave_out(self, join: Join) -> None:
+        """A version goes on without an engine rank: trainers wait neither for its pause nor for room in its window."""
+        transfer = self._transfer
+        if join.side == "trainer" or transfer is None or transfer.is_decided:
+            return
+        transfer.left_out.add(join.rank)
+        for trainer in sorted(transfer.writers):
+            self._send(MemberId.trainer(trainer), LeftOut(version=transfer.version, engines=[join.rank]))
+        self._send_writers(transfer)
 
     def _fail(self, join: Join, reason: str) -> Decision | None:
         if join.side == "trainer":

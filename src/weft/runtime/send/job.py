@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -102,8 +102,17 @@ class Chunk:
 class Job:
     """One version on its way out; `stop` gives it up."""
 
-    def __init__(self, go: Go, deadline: float, *, member: str, on_released: Callable[[], None]) -> None:
-        self.go, self.deadline, self.on_released = go, deadline, on_released
+    def __init__(
+        self,
+        go: Go,
+        deadline: float,
+        *,
+        member: str,
+        on_released: Callable[[], None],
+        left_out: Set[int] = frozenset(),
+    ) -> None:
+        """`left_out`: engine ranks that nothing is written to any more; grows meanwhile."""
+        self.go, self.deadline, self.left_out, self.on_released = go, deadline, left_out, on_released
         self.flow = Flow(deadline, member=member)
         self.tickets: list[Ticket] = []
         """Writes that were started."""

@@ -15,11 +15,16 @@ Posted = list[tuple[int, Ticket]]
 """Engine ranks and what is being written to them."""
 
 
+def takes(job: Job, sent: dict[int, Sent], engine: int) -> bool:
+    """Whether a version is still written to an engine rank."""
+    return engine in sent and not sent[engine].loss and engine not in job.left_out
+
+
 def post_all(program: SendProgram, job: Job, parcels: list[tuple[Link, Parcel]], sent: dict[int, Sent]) -> Posted:
     """Start writes, those over one transport together."""
     job.flow.check()
     posted: Posted = []
-    parcels = [(link, parcel) for link, parcel in parcels if not sent[link.engine].loss]
+    parcels = [(link, parcel) for link, parcel in parcels if takes(job, sent, link.engine)]
     for name in sorted({link.transport for link, _ in parcels}):
         mine = [(link.engine, parcel) for link, parcel in parcels if link.transport == name]
         tickets = _post(program.transports[name], [parcel for _, parcel in mine], job.tag)

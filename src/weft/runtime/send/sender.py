@@ -8,6 +8,7 @@
 consumes      versions from the trainer, plans and permissions from the controller
 produces      one-sided writes; Written or, where it could not write everything, Failed and then Stopped
 waits for     Go, on the writer thread                    unblocked by   Go, Decide, a lost controller, deadlines
+              room in engines' windows, on it, too        unblocked by   engines, LeftOut, the same
 
 Publications are written one after the other, each when the controller allows it: when every engine has committed the
 previous one.
@@ -33,6 +34,7 @@ from weft.runtime.control.messages import (
     Failed,
     Go,
     Join,
+    LeftOut,
     Loss,
     Open,
     Opened,
@@ -247,6 +249,8 @@ class Sender:
         """The exchange with trainers that hold parts of the same FP8 blocks."""
         self._abandoned: set[int] = set()
         """Engine ranks to which writes may still be in flight, since this plan."""
+        self._left_out: dict[int, set[int]] = {}
+        """Engine ranks that no longer take part in a version."""
         self._cut: frozenset[str] = frozenset()
         """Transports that were torn down and could not be reopened."""
         self._run_stages: RunStages = run
@@ -419,7 +423,8 @@ class Sender:
         """Write one round, and report it."""
         began = time.monotonic()
         deadline = began + self._control.settings.version_s
-        job = Job(go, deadline, member=self._member, on_released=publication._released.set)
+        left_out = self._left_out.setdefault(go.version, set())
+        job = Job(go, deadline, member=self._member, on_released=publication._released.set, left_out=left_out)
         publication._begin(job)
         self._work.synchronize()  # what the trainer queued before publishing must be in memory
         self._reopen()
@@ -442,7 +447,8 @@ class Sender:
         self._control.post(written)
 
     def _report(self, job: Job, sent: dict[int, Sent], *, late_s: float) -> Written:
-        """What was written, and what could not be."""
+        """What was written, and what could not be; nothing of engine ranks that the controller has left out."""
+        sent = {engine: s for engine, s in sent.items() if engine not in job.left_out}
         reports = [
             WriteReport(engine, s.num_bytes, s.digest & _MASK, s.sizes_in_order, s.seconds)
             for engine, s in sent.items()
@@ -509,7 +515,11 @@ class Sender:
                 self._follow(message)
             case Go(version=version):
                 self._go(version, message)
+            case LeftOut(version=version, engines=engines):
+                self._left_out.setdefault(version, set()).update(engines)
             case Decide(version=version, commit=commit, reason=reason):
+                for old in [number for number in list(self._left_out) if number <= version]:
+                    self._left_out.pop(old, None)
                 if self._early.withdraw(version):
                     self._decline(version, f"{self._member} had not published it")
                 publication = self._publications.get(version)

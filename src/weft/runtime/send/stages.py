@@ -28,7 +28,7 @@ from weft.codec.patching import Sizes
 from weft.config import DeltaPolicy
 from weft.runtime.send.job import Chunk, Job, Link, Parcel, Sent, StagedPatch
 from weft.runtime.send.pipeline import Flow, Stage, run
-from weft.runtime.send.posting import post_all, wait_all
+from weft.runtime.send.posting import post_all, takes, wait_all
 from weft.runtime.send.program import SendProgram
 from weft.runtime.send.windows import Windows
 from weft.transport.base import Ticket
@@ -336,10 +336,9 @@ class VersionStages:
 
     def _is_sent(self, link: Link, item: int) -> bool:
         """Whether anything is written to an engine rank."""
-        sent = self._sent.get(link.engine)
-        if sent is None or sent.loss:
+        if not takes(self._job, self._sent, link.engine):
             return False
-        return not self._is_delta or (item in self._patches and not sent.needs_whole)
+        return not self._is_delta or (item in self._patches and not self._sent[link.engine].needs_whole)
 
     def _waits(self, link: Link) -> bool:
         """Whether chunks wait for room in a window; patches have room of their own."""

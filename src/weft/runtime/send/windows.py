@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from weft.errors import TransferTimeout
 from weft.runtime.send.job import Job, Link, Parcel, Sent
-from weft.runtime.send.posting import Posted, post_all, wait_all
+from weft.runtime.send.posting import Posted, post_all, takes, wait_all
 from weft.runtime.send.program import SendProgram
 
 CREDIT_S, LONGEST_CREDIT_S = 0.00003, 0.0005
@@ -49,7 +49,7 @@ class Windows:
         return has_posted
 
     def _has_room(self, link: Link, chunk: int) -> bool:
-        if self._sent[link.engine].loss or not link.needs[chunk]:
+        if not takes(self._job, self._sent, link.engine) or not link.needs[chunk]:
             return True
         drained = self._of.transports[link.transport].arrived(self._job.tag, writer=link.engine)
         return drained >= link.needs[chunk]
@@ -58,10 +58,9 @@ class Windows:
         """Wait until a chunk was written to all of these; returns the bytes written."""
         num_bytes = 0
         for link in links:
-            if link.engine not in self._sent or self._sent[link.engine].loss:
-                continue
-            self._wait_for(link.engine, chunk)
-            num_bytes += wait_all(self._job, self._posted.pop((link.engine, chunk)), self._sent)
+            if takes(self._job, self._sent, link.engine):
+                self._wait_for(link.engine, chunk)
+            num_bytes += wait_all(self._job, self._posted.pop((link.engine, chunk), []), self._sent)
         return num_bytes
 
     def _wait_for(self, engine: int, chunk: int) -> None:
