@@ -13,6 +13,7 @@ import pytest
 from tests.process.runtime_members import LARGE, Fleet
 from tests.support.leftovers import shared_files
 from tests.support.waiting import wait_until
+from weft.transport.registry import is_installed
 
 BOUND_S = 15.0
 """No fault may keep anybody waiting longer than this."""
@@ -160,6 +161,23 @@ def test_with_a_quorum_nobody_waits_for_room_in_the_window_of_an_engine_that_is_
     assert fleet.publish(3) == ["committed", "committed"]
     wait_until(lambda: fleet.holdings()[1][0] == 3, BOUND_S, "engine 1 serves version 3")
     fleet.check(3)
+
+
+@pytest.mark.skipif(not is_installed("nixl"), reason="NIXL is not installed")
+@pytest.mark.parametrize("fleet", [WINDOWS | {"transport": "nixl", "mode": "shadow"}], indirect=True)
+def test_over_nixl_an_engine_that_stands_still_costs_one_version_at_most(fleet):
+    """What is in flight to it never ends by itself; the next version goes on while it still stands still."""
+    assert fleet.publish(1) == ["committed", "committed"]
+    fleet.engines[1].stall()
+    for answer in fleet.publish(2):
+        assert answer == "committed" or "aborted" in answer or "could not write" in answer
+    assert fleet.publish(3) == ["committed", "committed"]
+    fleet.check(3, ranks=(0,))
+    fleet.engines[1].resume()
+    fleet.wait_planned(BOUND_S)
+    assert fleet.publish(4) == ["committed", "committed"]
+    wait_until(lambda: fleet.holdings()[1][0] == 4, BOUND_S, "engine 1 serves version 4")
+    fleet.check(4)
 
 
 @pytest.mark.parametrize("fleet", [{"quorum": 1}], indirect=True)

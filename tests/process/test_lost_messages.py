@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from tests.support.raw_member import SOON_S, RawMember
+from tests.support.raw_member import SOON_S, RawMember, fleet, written
 from tests.support.waiting import wait_until
 from weft.config import TransferSettings
 from weft.core.version import MAX_FIRST
@@ -35,9 +35,7 @@ from weft.runtime.control.messages import (
     Stopped,
     Want,
     Welcome,
-    Written,
 )
-from weft.runtime.control.write_reports import WriteReport, WriteReports
 from weft.runtime.controller.controller import Controller
 from weft.runtime.receive.receiver import Receiver
 from weft.runtime.send.sender import Sender
@@ -45,28 +43,7 @@ from weft.runtime.weights import Weights
 from weft.transport.local import Faults, LocalNetwork, LocalTransport
 from weft.transport.registry import place_here
 
-NUM_BYTES = 2000
 SETTINGS = TransferSettings(silence_s=30.0, beat_s=0.2, version_s=30.0, digest="off")
-
-
-@contextmanager
-def fleet(controller: Controller, *names: str) -> Iterator[list[RawMember]]:
-    """Members made by hand, with their parts of the plan."""
-    with ExitStack() as stack:
-        members = []
-        for name in names:
-            side, rank = name.split()
-            members.append(stack.enter_context(RawMember(controller.address, side, int(rank)).join()))
-        for member in members:
-            member.open()
-        for member in members:
-            member.hear(SendPlan if member.side == "trainer" else ReceivePlan)
-        yield members
-
-
-def written(version: int, *engines: int) -> Written:
-    reports = [WriteReport(engine, NUM_BYTES, 0) for engine in engines]
-    return Written(version=version, reports=WriteReports.of(reports), losses=[])
 
 
 def test_a_decision_an_engine_rank_did_not_hear_is_repeated_when_it_joins_again():

@@ -1,22 +1,48 @@
-"""A member made by hand: it joins as others do and then says whatever a test wants."""
+"""Members made by hand: they join as others do and then say whatever a test wants."""
 
 from __future__ import annotations
 
 import os
 import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any, Self, TypeVar
 
 from weft.errors import WeftError
 from weft.runtime.control.client import Client
 from weft.runtime.control.held import HeldShard, HeldTable
-from weft.runtime.control.messages import PROTOCOL, Beat, Join, Offer, Open, Opened, ToMember
+from weft.runtime.control.messages import (
+    PROTOCOL,
+    Beat,
+    Join,
+    Loss,
+    Offer,
+    Open,
+    Opened,
+    ReceivePlan,
+    SendPlan,
+    ToMember,
+    Written,
+)
+from weft.runtime.control.write_reports import WriteReport, WriteReports
+from weft.runtime.controller.controller import Controller
 from weft.transport.base import Descriptor, Endpoint
 from weft.transport.host import ProcessIdentity
 from weft.transport.registry import place_here
 
 Kind = TypeVar("Kind")
 SOON_S = 10.0
-WEIGHTS = HeldShard(name="w", dtype="fp32", shape=(500,), lo=(0,), extent=(500,), strides=(1,))
+NUM_ELEMENTS = 500
+WEIGHT_BYTES = 4 * NUM_ELEMENTS
+WEIGHTS = HeldShard(name="w", dtype="fp32", shape=(NUM_ELEMENTS,), lo=(0,), extent=(NUM_ELEMENTS,), strides=(1,))
+
+
+def part(rank: int, num_parts: int) -> HeldShard:
+    """What one of several trainers holds of the weights."""
+    extent = NUM_ELEMENTS // num_parts
+    return HeldShard(
+        name="w", dtype="fp32", shape=(NUM_ELEMENTS,), lo=(rank % num_parts * extent,), extent=(extent,), strides=(1,)
+    )
 
 
 def join_message(side: str, rank: int = 0, **changes: Any) -> Join:
@@ -64,11 +90,12 @@ class RawMember:
         offers = {
             name: Offer(
                 endpoint=Endpoint(transport=name, member=self.name, data=b"\x80garbage"),
-                descriptors=[Descriptor(transport=name, address=4096, num_bytes=2000, data=b"")],
+                descriptors=[Descriptor(transport=name, address=4096, num_bytes=WEIGHT_BYTES, data=b"")],
             )
             for name in opening.transports
         }
-        facts = {"round": opening.round, "offers": offers, "landing": 4096 if opening.landing_bytes else 0}
+        landing, patches = (4096 if size else 0 for size in (opening.landing_bytes, opening.patch_bytes))
+        facts = {"round": opening.round, "offers": offers, "landing": landing, "patches": patches}
         answer = Opened(**(facts | changes))
         self.send(answer)
         return answer
@@ -81,3 +108,38 @@ class RawMember:
 
     def __exit__(self, *_: Any) -> None:
         self.close()
+
+
+@contextmanager
+def fleet(controller: Controller, *names: str, num_parts: int = 1) -> Iterator[list[RawMember]]:
+    """Members with their parts of the plan. `num_parts`: how many trainers share the weights."""
+    with ExitStack() as stack:
+        members = []
+        for name in names:
+            side, rank = name.split()
+            held = part(int(rank), num_parts) if side == "trainer" else WEIGHTS
+            member = stack.enter_context(RawMember(controller.address, side, int(rank)))
+            members.append(member.join(held=HeldTable.of([held]).packed()))
+        follow_plan(*members)
+        yield members
+
+
+def follow_plan(*members: RawMember) -> None:
+    """All that have joined open what they are asked to, and hear their part of the plan."""
+    for member in members:
+        member.open()
+    for member in members:
+        member.hear(SendPlan if member.side == "trainer" else ReceivePlan)
+
+
+def written(
+    version: int,
+    *engines: int,
+    lost: Sequence[int] = (),
+    whole: Sequence[int] = (),
+    num_bytes: int = WEIGHT_BYTES,
+) -> Written:
+    """What a trainer says that has written its weights to some engine ranks, and no others."""
+    reports = [WriteReport(engine, num_bytes, 0) for engine in engines]
+    losses = [Loss(engine=engine, reason="nobody is there") for engine in lost]
+    return Written(version=version, reports=WriteReports.of(reports), losses=losses, whole=list(whole))

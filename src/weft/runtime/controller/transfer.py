@@ -40,9 +40,7 @@ class Transfer:
     """Engine ranks for which patches do not suffice: they get the version whole, in a second round."""
     is_second_round: bool = False
     dropped: set[int] = field(default_factory=set)
-    """Engine ranks that were lost, or belong to an engine of which one was."""
-    left_out: set[int] = field(default_factory=set)
-    """Engine ranks that trainers were told not to wait for, because they were lost or failed."""
+    """Engine ranks that were lost or failed, or belong to an engine of which one did."""
     go: Go | None = None
     """What trainers are told when they may write; made when the first one is, and again when takers are lost."""
     told: set[int] = field(default_factory=set)
@@ -59,11 +57,11 @@ class Transfer:
     def begin_second_round(self, *, deadline: float, pauses: bool) -> None:
         """All trainers write once more, to the engine ranks that need the version whole; those may have to pause."""
         self.is_second_round, self.deadline, self.go = True, deadline, None
-        self.whole &= self.engines
+        self.whole &= self.engines - self.dropped
         self.reported = [(trainer, reports.without(self.whole)) for trainer, reports in self.reported]
         self.waiting, self.finished = self.finished, set()
         if pauses:
-            self.unpaused, self.has_bytes = set(self.whole), False
+            self.unpaused, self.told, self.has_bytes = set(self.whole), set(), False
 
     def drop(self, ranks: Iterable[int]) -> None:
         """Engine ranks no longer take part: they are not waited for, and no trainer is told to write to them."""

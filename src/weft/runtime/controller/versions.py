@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -88,6 +88,8 @@ class Versions:
         self._commits = Commits()
         self._steps: dict[int, tuple[int, int]] = {}
         """Engine rank → the last version it learned of, and the step it had reached then."""
+        self._committers: set[int] = set()
+        """Engine ranks that commit the last version that was committed."""
         self.counts: Counter[str] = Counter()
         """Versions that were `committed` and `aborted`."""
         self.last_abort, self.last_version_s = "", 0.0
@@ -131,7 +133,9 @@ class Versions:
     def _commit_what_is_ready(self, join: Join) -> None:
         """An engine rank that holds the last committed version and has not heard of the decision commits it, too."""
         committed = self._ledger.committed
-        if committed is None or join.ready != committed or join.pending is not None or join.last == committed:
+        if committed is None or join.rank not in self._committers:
+            return
+        if join.ready != committed or join.pending is not None or join.last == committed:
             return
         self._commits.owe([join.rank], version=committed, since=time.monotonic())
         self._send(join.member, Decide(version=committed, commit=True))
@@ -151,7 +155,7 @@ class Versions:
             if transfer is not None:
                 transfer.drop(self._membership.ranks_of(rank // self._membership.ranks_per_engine))
         self.apply(self._fail(known.join, how))
-        self._leave_out(known.join)
+        self._leave_out(known.join, transfer)
         self.finish()
         self.answer_trainers()
 
@@ -190,9 +194,15 @@ class Versions:
         committed = max(known, default=None)
         told = [version for join in joins.values() for version in (join.last, join.seen) if version is not None]
         self._ledger.restore(committed=committed, last_decided=max([*known, *told], default=-1))
+        self._committers = {rank for rank in engines if self._can_commit(rank, committed, engines)}
         for join in engines.values():
             self._commit_what_is_ready(join)
         return True
+
+    def _can_commit(self, rank: int, version: int | None, engines: Mapping[int, Join]) -> bool:
+        """Whether all ranks of an engine hold a version: one that has dropped it was told that it is not committed."""
+        ranks = self._membership.ranks_of(rank // self._membership.ranks_per_engine)
+        return all(version in (each.last, each.pending, each.ready) for each in map(engines.__getitem__, ranks))
 
     def look_at_clocks(self) -> None:
         """What is too late."""
@@ -402,13 +412,16 @@ class Versions:
     def _finish_writing(self, transfer: Transfer, trainer: int, message: Written) -> None:
         """A trainer has written; engines it could not reach are lost, and the others verify when all have written."""
         is_written = self._ledger.written(trainer=trainer, version=transfer.version)
-        for loss in message.losses:  # if the engine is alive, it joins again
+        known = set(transfer.dropped)  # they may have joined again
+        for loss in message.losses:
+            if loss.engine in known:
+                continue
             self._lose(MemberId.engine(loss.engine), f"could not be written to by trainer {trainer}: {loss.reason}")
         for rank in message.whole:
             transfer.whole.update(self._membership.ranks_of(rank // self._membership.ranks_per_engine))
         if not is_written or transfer.is_decided:
             return
-        if transfer.whole & transfer.engines and not transfer.is_second_round:
+        if not transfer.is_second_round and transfer.whole & transfer.takers:
             self._send_whole(transfer)
         else:
             self._verify(transfer)
@@ -450,7 +463,7 @@ class Versions:
             for rank in sorted(transfer.engines):
                 self.apply(self._ready(rank, transfer.version))
             return
-        for rank, reports in transfer.links.by_engine(sorted(transfer.engines - transfer.left_out)).items():
+        for rank, reports in transfer.links.by_engine(sorted(transfer.engines - transfer.dropped)).items():
             self._send(MemberId.engine(rank), Verify(version=transfer.version, reports=reports))
 
     def _takes_their_word(self, transfer: Transfer) -> bool:
@@ -483,15 +496,13 @@ class Versions:
         else:
             transfer.drop(self._membership.ranks_of(join.rank // self._membership.ranks_per_engine))
         self.apply(self._fail(join, reason))
-        self._leave_out(join)
+        self._leave_out(join, transfer)
         self.answer_trainers()
 
-    def _leave_out(self, join: Join) -> None:
+    def _leave_out(self, join: Join, transfer: Transfer | None) -> None:
         """A version goes on without an engine rank: trainers wait neither for its pause nor for room in its window."""
-        transfer = self._transfer
         if join.side == "trainer" or transfer is None or transfer.is_decided:
             return
-        transfer.left_out.add(join.rank)
         for trainer in sorted(transfer.writers):
             self._send(MemberId.trainer(trainer), LeftOut(version=transfer.version, engines=[join.rank]))
         self._send_writers(transfer)
@@ -535,6 +546,8 @@ class Versions:
         commits = {rank for engine in decision.engines for rank in self._membership.ranks_of(engine)}
         told = commits & set(self._membership.joins("engine"))
         self._commits.owe(told, version=decision.version, since=time.monotonic())
+        if decision.commit:
+            self._committers = commits
         if decision.commit or not any(self._is_live(transfer, rank) for rank in transfer.engines):
             self._tell_engines(transfer, decision)
         else:  # whether engines are torn is known once the writers have stopped, which they do when they hear of it

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Set
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -17,6 +17,9 @@ from weft.transport.mapped import DirectBatch
 
 Parcel = Batch | DirectBatch
 """Something that is written to one engine rank."""
+
+LEFT_S = 5.0
+"""A write to an engine rank that was left out is given up, and with it the version, if it takes longer."""
 
 
 class StagedPatch(NamedTuple):
@@ -109,10 +112,11 @@ class Job:
         *,
         member: str,
         on_released: Callable[[], None],
-        left_out: Set[int] = frozenset(),
+        left_out: Mapping[int, float] | None = None,
     ) -> None:
-        """`left_out`: engine ranks that nothing is written to any more; grows meanwhile."""
-        self.go, self.deadline, self.left_out, self.on_released = go, deadline, left_out, on_released
+        """`left_out`: engine ranks that nothing is written to any more, since when; grows meanwhile."""
+        self.go, self.deadline, self.on_released = go, deadline, on_released
+        self.left_out = {} if left_out is None else left_out
         self.flow = Flow(deadline, member=member)
         self.tickets: list[Ticket] = []
         """Writes that were started."""
@@ -131,6 +135,11 @@ class Job:
     def tag(self) -> int:
         """The tag its bytes are counted under."""
         return tag_of(self.go.version, whole=self.go.whole)
+
+    def waits_until(self, engine: int) -> float:
+        """How long a write is waited for: not for long if its engine rank no longer takes part."""
+        left_at = self.left_out.get(engine)
+        return self.deadline if left_at is None else min(self.deadline, left_at + LEFT_S)
 
     def posted(self, tickets: list[Ticket], num_writes: int) -> None:
         """Writes were started, on any thread."""

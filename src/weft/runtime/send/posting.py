@@ -5,14 +5,16 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from weft.errors import TransportError
+from weft.errors import TransferTimeout, TransportError
 from weft.runtime.send.job import Job, Link, Parcel, Sent
 from weft.runtime.send.program import SendProgram
-from weft.transport.base import Batch, Ticket, Transport
+from weft.transport.base import Batch, Ticket, Transport, WriteResult
 from weft.transport.mapped import DirectBatch, MappedTransport
 
 Posted = list[tuple[int, Ticket]]
 """Engine ranks and what is being written to them."""
+LOOK_S = 0.5
+"""How often to look whether an engine rank is still waited for."""
 
 
 def takes(job: Job, sent: dict[int, Sent], engine: int) -> bool:
@@ -47,9 +49,22 @@ def wait_all(job: Job, posted: Posted, sent: dict[int, Sent]) -> int:
     num_bytes = 0
     for engine, ticket in posted:
         try:
-            done = ticket.wait(max(job.deadline - time.monotonic(), 0.0))
+            done = _wait(job, engine, ticket)
             num_bytes += done.num_bytes
             sent[engine].count(ticket, done)
         except TransportError as error:
             sent[engine].loss = sent[engine].loss or str(error)
     return num_bytes
+
+
+def _wait(job: Job, engine: int, ticket: Ticket) -> WriteResult:
+    """What was written, at the latest when the engine rank is no longer waited for, which may change meanwhile."""
+    while True:
+        left_s = job.waits_until(engine) - time.monotonic()
+        try:
+            return ticket.wait(max(min(left_s, LOOK_S), 0.0))
+        except TransferTimeout:
+            if ticket.done:  # in this moment, or with an error of this kind
+                return ticket.wait(0.0)
+            if left_s <= LOOK_S:
+                raise

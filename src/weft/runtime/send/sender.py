@@ -249,8 +249,8 @@ class Sender:
         """The exchange with trainers that hold parts of the same FP8 blocks."""
         self._abandoned: set[int] = set()
         """Engine ranks to which writes may still be in flight, since this plan."""
-        self._left_out: dict[int, set[int]] = {}
-        """Engine ranks that no longer take part in a version."""
+        self._left_out: dict[int, dict[int, float]] = {}
+        """Version → engine ranks that no longer take part in it, since when."""
         self._cut: frozenset[str] = frozenset()
         """Transports that were torn down and could not be reopened."""
         self._run_stages: RunStages = run
@@ -423,7 +423,7 @@ class Sender:
         """Write one round, and report it."""
         began = time.monotonic()
         deadline = began + self._control.settings.version_s
-        left_out = self._left_out.setdefault(go.version, set())
+        left_out = self._left_out.setdefault(go.version, {})
         job = Job(go, deadline, member=self._member, on_released=publication._released.set, left_out=left_out)
         publication._begin(job)
         self._work.synchronize()  # what the trainer queued before publishing must be in memory
@@ -492,6 +492,7 @@ class Sender:
         if any(p._go is not None and not p._ended.is_set() for p in list(self._publications.values())):
             return None
         self._early.clear()
+        self._left_out.clear()  # of versions that another controller opened
         return Join(
             side="trainer",
             rank=self._rank,
@@ -516,7 +517,7 @@ class Sender:
             case Go(version=version):
                 self._go(version, message)
             case LeftOut(version=version, engines=engines):
-                self._left_out.setdefault(version, set()).update(engines)
+                self._left_out.setdefault(version, {}).update(dict.fromkeys(engines, time.monotonic()))
             case Decide(version=version, commit=commit, reason=reason):
                 for old in [number for number in list(self._left_out) if number <= version]:
                     self._left_out.pop(old, None)

@@ -60,7 +60,9 @@ class Windows:
         for link in links:
             if takes(self._job, self._sent, link.engine):
                 self._wait_for(link.engine, chunk)
-            num_bytes += wait_all(self._job, self._posted.pop((link.engine, chunk), []), self._sent)
+            with self._lock:  # it may be being posted on another thread
+                posted = self._posted.pop((link.engine, chunk), [])
+            num_bytes += wait_all(self._job, posted, self._sent)
         return num_bytes
 
     def _wait_for(self, engine: int, chunk: int) -> None:
