@@ -227,7 +227,7 @@ class EngineSettings:
     """How an inference engine (vLLM, SGLang) takes part. Given to the engine, or as `WEFT_*` variables."""
 
     controller: str = ""
-    """Address of the controller (`WEFT_CONTROLLER`). Empty: the engine waits until it is given one."""
+    """Address of the controller. Empty: the engine joins none (vLLM: until its own protocol names one)."""
     first_rank: int = 0
     """Rank of the engine's first worker among all engine ranks; 2 for the second engine of two ranks each."""
     cache: CachePolicy = CachePolicy.KEEP
@@ -240,7 +240,7 @@ class EngineSettings:
     """Longest time an engine pauses for a version."""
     reserve: str = "shadow"
     """Memory set aside for versions before the KV cache takes the rest: what a mode needs (`shadow`, `in_place`,
-    `patch`), a size such as `20GiB`, or `none`. See `reserved_bytes`."""
+    `patch`), a size such as `20GiB`, or `none`."""
 
     def reserved_bytes(self, weight_bytes: int, device: str) -> int:
         """Bytes to reserve for so many bytes of weights. For modes an upper bound; the plan has the exact figure."""

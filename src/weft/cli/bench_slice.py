@@ -49,7 +49,7 @@ def slice_command(
     side: Annotated[str, typer.Option(help="Whose work: trainer or engine.")] = "trainer",
     rank: Annotated[str, typer.Option(help="Which rank: a number, or busiest.")] = "busiest",
     delta: Annotated[
-        bool, typer.Option("--delta", help="Trainers: send patches of versions that change by 1%.")
+        bool, typer.Option("--delta", help="Trainers: send patches of versions in which 1% changes.")
     ] = False,
     offloaded: Annotated[bool | None, typer.Option(help="Trainer weights start in host memory.")] = None,
     device: Annotated[str, typer.Option(help="Device: cpu or cuda:0.")] = "cuda:0",

@@ -29,7 +29,7 @@ def run_command(
     hosts: Annotated[int | None, typer.Option(min=1, help="Hosts. Default: 2.")] = None,
     nic: Annotated[str | None, typer.Option(help="Rate of every NIC. Default: 400mbit.")] = None,
     nics: Annotated[int | None, typer.Option(min=1, help="NICs per host. Default: 1.")] = None,
-    file: Annotated[Path | None, typer.Option(help="TOML file of a lab with unlike hosts.")] = None,
+    file: Annotated[Path | None, typer.Option(help="TOML file that describes hosts that differ.")] = None,
     name: Annotated[str | None, typer.Option(help="Name of the lab. Default: a random one.")] = None,
 ) -> None:
     """Run a command on every host of a virtual cluster; RANK, WORLD_SIZE and MASTER_ADDR tell it where it is."""
@@ -43,7 +43,7 @@ def _spec(hosts: int | None, nic: str | None, nics: int | None, file: Path | Non
     if file is None:
         return alike(hosts=hosts or 2, nic=nic or "400mbit", nics=nics or 1)
     if hosts is not None or nic is not None or nics is not None:
-        raise ConfigError("--file cannot be combined with --hosts, --nic or --nics", hint="say it in the file")
+        raise ConfigError("--file cannot be combined with --hosts, --nic or --nics", hint="describe them in the file")
     return load_lab(file)
 
 

@@ -39,7 +39,7 @@ def rehearse_command(
     policy: PolicyName = "",
     ignore: Ignore = None,
     versions: Annotated[int, typer.Option(min=1, help="Versions to measure.")] = 3,
-    kill: Annotated[int, typer.Option(min=0, help="Members to kill after that, which then rejoin.")] = 0,
+    kill: Annotated[int, typer.Option(min=0, help="Members to kill after the versions; they rejoin.")] = 0,
     processes: Annotated[int, typer.Option(min=0, help="Processes the members share; 0: one per core.")] = 0,
     events: Annotated[
         Path | None, typer.Option(help="Record members, plans and versions, for `weft dashboard`.")

@@ -71,7 +71,7 @@ def simulate_command(
     trace: Annotated[Path | None, typer.Option(help="Write a trace for ui.perfetto.dev to this file.")] = None,
     report_file: ReportFile = None,
     measured: Annotated[
-        Path | None, typer.Option(help="With --report: an events file, whose last version is shown beside.")
+        Path | None, typer.Option(help="With --report: an events file; its last version is shown, too.")
     ] = None,
     as_json: Json = False,
 ) -> None:

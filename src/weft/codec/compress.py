@@ -29,7 +29,7 @@ def _zstd() -> ModuleType:
     try:
         import zstandard  # noqa: PLC0415 - an extra
     except ImportError as error:
-        raise CodecError("compression needs zstandard", hint="pip install weft[zstd]") from error
+        raise CodecError("compression needs zstandard", hint="pip install 'weft[zstd]'") from error
     return zstandard
 
 

@@ -231,7 +231,7 @@ class Recipe:
 def ignored_tensors(trainer: Layout, ignore: Sequence[str]) -> tuple[str, ...]:
     """The trainer tensors that match some names or patterns (`visual.*`), in layout order."""
     if isinstance(ignore, str) or not all(isinstance(name, str) for name in ignore):
-        raise ConfigError(f"`ignore` is {ignore!r}", hint="give a list of names or patterns: [`visual.*`]")
+        raise ConfigError(f"`ignore` is {ignore!r}", hint='give a list of names or patterns: ["visual.*"]')
     names = [tensor.name for tensor in trainer.tensors]
     matched = {wanted: {name for name in names if name == wanted or fnmatchcase(name, wanted)} for wanted in ignore}
     unknown = [wanted for wanted, found in matched.items() if not found]

@@ -478,9 +478,7 @@ def _check_costs(table: Any, where: str) -> None:
     """Raise unless this is a table of costs of one write, by transport."""
     numbers = table.values() if isinstance(table, Mapping) else [None]
     if not all(isinstance(cost, int | float) and not isinstance(cost, bool) and 0 <= cost < 1e9 for cost in numbers):
-        raise ConfigError(
-            f"{where}: op_us is {table!r}", hint="give microseconds by transport: op_us = {{ nixl = 10 }}"
-        )
+        raise ConfigError(f"{where}: op_us is {table!r}", hint="give microseconds by transport: op_us = { nixl = 10 }")
 
 
 def _check_nics(kind: HostKind, where: str) -> None:

@@ -80,7 +80,9 @@ class HfEngine:
         """An answer to one prompt; `options` are those of `transformers`' own `generate`."""
         longest = getattr(self._model.config, "max_position_embeddings", None)
         if not prompt or max_new_tokens < 1:
-            raise ConfigError(f"prompt has {len(prompt)} tokens, {max_new_tokens} new ones wanted", hint="at least one")
+            raise ConfigError(
+                f"prompt has {len(prompt)} tokens, {max_new_tokens} new ones wanted", hint="give at least one of each"
+            )
         if longest is not None and len(prompt) + max_new_tokens > longest:
             raise ConfigError(f"{len(prompt)} + {max_new_tokens} tokens exceed the model's limit of {longest}")
         versions = [self.attend()]

@@ -43,7 +43,7 @@ class Lab:
         check_possible()
         self.spec, self.name = spec, secrets.token_hex(3) if name is None else name
         if not _NAME.fullmatch(self.name):
-            raise ConfigError(f"`{self.name}` is no name for a lab", hint="use up to 16 small letters and digits")
+            raise ConfigError(f"invalid lab name `{self.name}`", hint="use 1 to 16 lower-case letters and digits")
         self._network = Network(self.name, spec)
 
     @classmethod

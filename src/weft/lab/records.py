@@ -85,7 +85,8 @@ def find(name: str | None) -> LabRecord:
         return next(iter(labs.values()))
     if name is None or name not in labs:
         running = f"running: {', '.join(labs)}" if labs else "start one with `weft lab run`"
-        raise ConfigError("no lab is running" if not labs else f"no lab `{name or ''}`", hint=running)
+        wrong = f"unknown lab `{name}`" if name is not None else "several labs are running: give --name"
+        raise ConfigError(wrong if labs else "no lab is running", hint=running)
     return labs[name]
 
 

@@ -44,7 +44,7 @@ def _wait(processes: Sequence[subprocess.Popen[bytes]]) -> None:
         codes = [process.poll() for process in processes]
         for host, code in enumerate(codes):
             if code:
-                raise WeftError(f"the command on host {host} ended with {code}", hint="the others were ended, too")
+                raise WeftError(f"the command on host {host} exited with {code}", hint="it was stopped on the others")
         if all(code == 0 for code in codes):
             return
         time.sleep(LOOK_S)

@@ -101,7 +101,7 @@ def _hosts(found: dict[str, Any]) -> list[LabHost]:
             raise ConfigError(f"[[host]] has an unknown entry: {entry}", hint=", ".join(sorted(_HOST_KEYS)))
         values = {"nic": found.get("nic"), "nics": found.get("nics", 1), "count": 1, "rack": None} | entry
         if values["nic"] is None:
-            raise ConfigError("a host has no rate", hint='say `nic = "400mbit"` at the top, or for every host')
+            raise ConfigError("a host has no rate", hint='set `nic = "400mbit"` at the top, or for every host')
         for name in ("nics", "count"):
             if not isinstance(values[name], int) or not 1 <= values[name] <= MAX_HOSTS:
                 raise ConfigError(f"`{name}` is {values[name]!r}", hint=f"expected 1 to {MAX_HOSTS}")

@@ -231,7 +231,7 @@ class Client:
         if self._num_cut_handshakes >= MAX_CUT_HANDSHAKES and now - self._first_cut >= CUT_HANDSHAKES_S:
             raise AuthError(
                 f"{self._server} ends every handshake with {self.member}",
-                hint="is this its public key? it hangs up on a wrong one; both sides must use keys, or neither",
+                hint="check its public key: a wrong one ends the handshake; both sides must use keys, or neither",
             )
 
     def drain(self, timeout_s: float) -> None:
