@@ -253,6 +253,7 @@ class Fleet:
             "ranks_per_engine": ranks_per_engine,
             "settings": defaults | settings,
         }
+        self.mode = settings.get("mode", "shadow")
         self.controller = Process(_controller, "tcp://127.0.0.1:*", self._options)
         self.address = self.controller.answer()
         self.trainers = [self.new_trainer(rank) for rank in range(num_trainers)]

@@ -164,11 +164,16 @@ def test_with_a_quorum_nobody_waits_for_room_in_the_window_of_an_engine_that_is_
 
 
 @pytest.mark.skipif(not is_installed("nixl"), reason="NIXL is not installed")
-@pytest.mark.parametrize("fleet", [WINDOWS | {"transport": "nixl", "mode": "shadow"}], indirect=True)
+@pytest.mark.parametrize(
+    "fleet", [WINDOWS | {"transport": "nixl", "mode": mode} for mode in ("shadow", "in_place")], indirect=True
+)
 def test_over_nixl_an_engine_that_stands_still_costs_one_version_at_most(fleet):
     """What is in flight to it never ends by itself; the next version goes on while it still stands still."""
     assert fleet.publish(1) == ["committed", "committed"]
-    fleet.engines[1].stall()
+    if fleet.mode == "in_place":
+        fleet.engines[1].ask("freeze inside")
+    else:
+        fleet.engines[1].stall()
     for answer in fleet.publish(2):
         assert answer == "committed" or "aborted" in answer or "could not write" in answer
     assert fleet.publish(3) == ["committed", "committed"]

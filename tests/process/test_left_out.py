@@ -5,11 +5,15 @@ from __future__ import annotations
 from contextlib import ExitStack
 from functools import partial
 
+import numpy as np
+import pytest
+
 from tests.support.raw_member import SOON_S, RawMember, fleet, follow_plan, written
 from tests.support.waiting import wait_until
 from weft.config import TransferSettings
 from weft.core.version import CommitPolicy
 from weft.runtime.control.messages import (
+    Alive,
     Committed,
     Decide,
     Expect,
@@ -20,11 +24,18 @@ from weft.runtime.control.messages import (
     Open,
     Paused,
     Ready,
+    Reconnect,
+    Refused,
+    Reopened,
     Verify,
     Want,
     Welcome,
 )
 from weft.runtime.controller.controller import Controller
+from weft.runtime.receive.receiver import Receiver
+from weft.runtime.send.sender import Sender
+from weft.runtime.weights import Weights
+from weft.transport.base import Endpoint
 
 half_written = partial(written, num_bytes=1000)
 SETTINGS = TransferSettings(silence_s=30.0, beat_s=0.2, version_s=30.0)
@@ -218,3 +229,48 @@ def test_a_loss_that_is_reported_late_does_not_cost_an_engine_its_new_membership
         stays.hear(Decide)
         stays.send(Committed(version=1))
         follow_plan(first, second, stays, returns)
+
+
+def endpoint_of(member: str, transport: str = "cma") -> Endpoint:
+    return Endpoint(transport=transport, member=member, data=b"\x80garbage")
+
+
+def test_engines_that_return_credits_hear_where_a_trainer_can_be_reached_now():
+    with (
+        controller_of(1, settings=PATCHES) as controller,
+        fleet(controller, "trainer 0", "trainer 1", "engine 0", num_parts=2) as (trainer, _, engine),
+    ):
+        trainer.send(Reopened(endpoints=[endpoint_of("trainer 0")]))
+        assert engine.hear(Reconnect).endpoint == endpoint_of("trainer 0")
+
+
+@pytest.mark.parametrize(
+    "endpoints",
+    [[endpoint_of("trainer 1")], [endpoint_of("trainer 0", "carrier pigeon")], [endpoint_of("trainer 0")] * 2],
+    ids=["of another", "of no transport", "twice"],
+)
+def test_a_trainer_can_reopen_only_what_is_its_own(endpoints):
+    with (
+        controller_of(1, settings=PATCHES) as controller,
+        fleet(controller, "trainer 0", "trainer 1", "engine 0", num_parts=2) as (trainer, other, _),
+    ):
+        trainer.send(Reopened(endpoints=endpoints))
+        assert "has reopened" in trainer.hear(Refused).reason
+        other.hear(Alive)
+        assert set(controller.statistics().members) == {"trainer 1", "engine 0"}
+
+
+@pytest.mark.parametrize("transport", ["shm", "nixl"])
+def test_an_endpoint_that_reaches_nobody_does_not_end_an_engine(transport):
+    trained, served = np.ones(500, np.float32), np.zeros(500, np.float32)
+    with (
+        Controller(num_trainers=1, num_engine_ranks=1, settings=SETTINGS) as controller,
+        Sender(controller.address, rank=0, weights=Weights.from_arrays({"w": trained})) as sender,
+        Receiver(controller.address, rank=0, weights=Weights.from_arrays({"w": served})) as receiver,
+    ):
+        assert controller.wait_planned(SOON_S)
+        receiver._reconnect(endpoint_of("trainer 0", transport))
+        publication = sender.publish(version=1)
+        receiver.wait(SOON_S).commit()
+        publication.wait_committed(SOON_S)
+        assert np.array_equal(served, trained)

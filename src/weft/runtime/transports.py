@@ -102,6 +102,9 @@ class OpenTransports:
         self._descriptors = {key: known for key, known in self._descriptors.items() if key[0] not in cut}
         return cut
 
+    def __contains__(self, name: str) -> bool:
+        return name in self._open
+
     def __getitem__(self, name: str) -> Transport[Any]:
         return self._open[name]
 

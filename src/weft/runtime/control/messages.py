@@ -1,9 +1,9 @@
 """Everything that travels on the control plane.
 
-    member → controller   Join, Opened, Blocked, Want, Written, Stopped, At, Paused, Ready, Failed, Committed, Beat,
-                          Leave
-    controller → member   Welcome, Refused, Unknown, Open, CutOff, SendPlan, ReceivePlan, Expect, Go, LeftOut, Verify,
-                          Boundary, Decide, Alive
+    member → controller   Join, Opened, Blocked, Want, Written, Stopped, Reopened, At, Paused, Ready, Failed, Committed,
+                          Beat, Leave
+    controller → member   Welcome, Refused, Unknown, Open, CutOff, SendPlan, ReceivePlan, Reconnect, Expect, Go,
+                          LeftOut, Verify, Boundary, Decide, Alive
     trainer → trainer     Introduction, Magnitudes
 
 Tables travel compressed (weft.runtime.control.columns), other columns as little-endian 8-byte integers.
@@ -167,6 +167,12 @@ class Stopped(_Message, frozen=True):
     """Whether any of its bytes may have been written."""
     abandoned: list[int] = []
     """Engine ranks that did not accept it: what was in flight to them may still land, until they close."""
+
+
+class Reopened(_Message, frozen=True):
+    """A trainer tore transports down to stop writing, and can be reached at other endpoints now."""
+
+    endpoints: list[Endpoint]
 
 
 class At(_Message, frozen=True):
@@ -358,6 +364,12 @@ class ReceivePlan(_Message, frozen=True):
     sources: list[TrainerSource]
 
 
+class Reconnect(_Message, frozen=True):
+    """A trainer can be reached here from now on: credits are returned to this endpoint."""
+
+    endpoint: Endpoint
+
+
 class Expect(_Message, frozen=True):
     """A version is coming; engines that receive in place must pause first."""
 
@@ -438,7 +450,7 @@ class Magnitudes(_Message, frozen=True):
     """FP32, in the order of the blocks."""
 
 
-FromTrainer = Join | Opened | Want | Written | Stopped | Failed | Beat | Leave
+FromTrainer = Join | Opened | Want | Written | Stopped | Reopened | Failed | Beat | Leave
 FromEngine = Join | Opened | Blocked | At | Paused | Ready | Failed | Committed | Beat | Leave
 ToController = FromTrainer | FromEngine
 ToMember = (
@@ -449,6 +461,7 @@ ToMember = (
     | CutOff
     | SendPlan
     | ReceivePlan
+    | Reconnect
     | Expect
     | Go
     | LeftOut

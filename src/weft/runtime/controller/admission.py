@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Collection, Mapping, Set
+from collections.abc import Collection, Mapping, Sequence, Set
 from functools import cache
 from typing import Any, get_args
 
@@ -26,6 +26,8 @@ from weft.runtime.control.held import HeldTable
 from weft.runtime.control.keys import is_key
 from weft.runtime.control.member_id import MemberId
 from weft.runtime.control.messages import Committed, FromEngine, FromTrainer, Join, Opened, Written, unpack
+from weft.transport.base import Endpoint
+from weft.transport.capabilities import CAPABILITIES
 
 MAX_SHARDS = 1_000_000
 MAX_RUNS = 1 << 22
@@ -175,6 +177,15 @@ def check_opened(join: Join, opened: Opened, transports: Collection[str], needed
             raise ProtocolError(f"{member} offers {sorted(spoken)} of {offer.endpoint.member} as {name}")
     if needed is not None:
         _check_memory(member, len(join.held.table), opened, needed)
+
+
+def check_endpoints(member: MemberId, endpoints: Sequence[Endpoint]) -> None:
+    """Raise unless these are a trainer's own, one for each transport at most."""
+    names = [endpoint.transport for endpoint in endpoints]
+    if len(set(names)) != len(names) or not set(names) <= CAPABILITIES.keys():
+        raise ProtocolError(f"{member} has reopened {sorted(names)[:8]}")
+    if any(endpoint.member != str(member) for endpoint in endpoints):
+        raise ProtocolError(f"{member} has reopened an endpoint of another member")
 
 
 def _check_memory(member: str, num_shards: int, opened: Opened, needed: Opening) -> None:

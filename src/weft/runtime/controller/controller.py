@@ -49,6 +49,7 @@ from weft.runtime.control.messages import (
     Paused,
     Ready,
     Refused,
+    Reopened,
     Stopped,
     ToController,
     Unknown,
@@ -60,6 +61,7 @@ from weft.runtime.control.security import Security, server_keys
 from weft.runtime.control.server import Server
 from weft.runtime.controller.admission import (
     check_committed,
+    check_endpoints,
     check_join,
     check_numbers,
     check_side,
@@ -412,6 +414,9 @@ class Controller:
                 self._versions.written(rank, message)
             case Stopped():
                 self._versions.stopped(member, known.join, message)
+            case Reopened(endpoints=endpoints):
+                check_endpoints(member, endpoints)
+                self._versions.reopened(endpoints)
 
     def _engine_report(self, member: MemberId, known: Member, message: Any) -> None:
         rank = known.join.rank

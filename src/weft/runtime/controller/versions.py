@@ -1,7 +1,7 @@
 """Versions, from the first trainer's wish until every engine serves them: who may write, what is decided, who was told.
 
-    consumes      Want, Written, Stopped, At, Paused, Ready, Failed, Committed, and members that are lost
-    produces      Expect, Go, LeftOut, Verify, Boundary, Decide
+    consumes      Want, Written, Stopped, Reopened, At, Paused, Ready, Failed, Committed, and members that are lost
+    produces      Reconnect, Expect, Go, LeftOut, Verify, Boundary, Decide
 
 A version is open from the first Want until every engine has committed it, or until it was aborted and every trainer
 that was writing has stopped: only then may the next one be written. What is decided follows from `core/version.py`.
@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +30,7 @@ from weft.runtime.control.messages import (
     Go,
     Join,
     LeftOut,
+    Reconnect,
     Stopped,
     Verify,
     Written,
@@ -38,6 +39,7 @@ from weft.runtime.controller.admission import check_written, claim, unbelievable
 from weft.runtime.controller.commits import Commits
 from weft.runtime.controller.membership import Member, Membership
 from weft.runtime.controller.transfer import Transfer
+from weft.transport.base import Endpoint
 
 log = logging.getLogger(__name__)
 Refuse = Callable[[MemberId, WeftError], None]
@@ -456,6 +458,14 @@ class Versions:
             log.warning("%s stopped writing version %d: %s", member, version, message.reason)
             self.apply(self._fail(join, message.reason))
         self.answer_trainers()
+
+    def reopened(self, endpoints: Sequence[Endpoint]) -> None:
+        """Engine ranks hear where credits reach a trainer now, before they hear of another version."""
+        if self.parts is None or not self.parts.has_windows:
+            return
+        for rank in self._membership.joins("engine"):
+            for endpoint in endpoints:
+                self._send(MemberId.engine(rank), Reconnect(endpoint=endpoint))
 
     def _verify(self, transfer: Transfer) -> None:
         """Everything is written: let engines verify it, or, where that is not required, trust the writers' reports."""

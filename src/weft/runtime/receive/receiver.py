@@ -24,6 +24,7 @@ beyond the step of the furthest rank.
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 import time
@@ -48,6 +49,7 @@ from weft.runtime.control.messages import (
     Paused,
     Ready,
     ReceivePlan,
+    Reconnect,
     TrainerSource,
     Verify,
     Writer,
@@ -62,9 +64,10 @@ from weft.runtime.receive.reachable import ReachableMemory
 from weft.runtime.receive.reservation import OutOfReserve, Reservation
 from weft.runtime.transports import OpenTransports
 from weft.runtime.weights import Weights
-from weft.transport.base import Transport
+from weft.transport.base import Endpoint, Transport
 from weft.transport.host import ProcessIdentity
 
+log = logging.getLogger(__name__)
 SETTLE_LOOK_S = 0.005
 LOOK_S = 0.1
 """How long to wait between looks at writers that were lost."""
@@ -434,6 +437,8 @@ class Receiver:
                 self._cut(set(incarnations))
             case ReceivePlan(sources=sources):
                 self._follow_plan(sources)
+            case Reconnect(endpoint=endpoint):
+                self._reconnect(endpoint)
             case Expect(version=version, whole=whole):
                 self._expect(version, whole=whole)
             case Verify(version=version, reports=reports):
@@ -459,6 +464,15 @@ class Receiver:
                 landing.unreachable = f"credits cannot be returned to trainer {source.trainer}: {error}"
         self._following.plan(landing, from_host=memory.is_behind_host)
         self._mode.plan(landing.steps)
+
+    def _reconnect(self, endpoint: Endpoint) -> None:
+        """Return credits to where a trainer can be reached now; a version that needs them fails if that is nowhere."""
+        if endpoint.transport not in self._transports:
+            return
+        try:
+            self._transports[endpoint.transport].connect(endpoint, [])
+        except TransportError as error:
+            log.warning("%s cannot return credits to %s: %s", self._member, endpoint.member, error)
 
     def _open_if_possible(self) -> None:
         """Open when no writer that was lost can reach the memory that will be used; otherwise look again later."""

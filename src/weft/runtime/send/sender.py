@@ -6,7 +6,7 @@
         publication.wait_committed()                 # every engine serves version 1
 
 consumes      versions from the trainer, plans and permissions from the controller
-produces      one-sided writes; Written or, where it could not write everything, Failed and then Stopped
+produces      one-sided writes; Written or, where it could not write everything, Failed, Reopened and then Stopped
 waits for     Go, on the writer thread                    unblocked by   Go, Decide, a lost controller, deadlines
               room in engines' windows, on it, too        unblocked by   engines, LeftOut, the same
 
@@ -38,6 +38,7 @@ from weft.runtime.control.messages import (
     Loss,
     Open,
     Opened,
+    Reopened,
     SendPlan,
     Stopped,
     Want,
@@ -390,6 +391,7 @@ class Sender:
         if self._cut and self._plan is not None:
             self._transports.open(self._cut, self._control.settings)
             self._follow(self._plan)
+            self._control.post(Reopened(endpoints=[self._transports[name].endpoint for name in sorted(self._cut)]))
             self._cut = frozenset()
 
     def _follow(self, plan: SendPlan) -> None:
