@@ -112,10 +112,10 @@ def test_a_host_that_is_cut_off_during_a_version_costs_that_version(fleet, victi
     assert fleet.answer == "committed"
     assert fleet.served == "1 True"
     before = fleet.received()
-    fleet.lab.slow(ENGINE, "6mbit")  # it is to be cut off in time also where the machine is busy
+    fleet.lab.slow(ENGINE, "1mbit")  # half a minute: a busy machine may be seconds late with the cut
     fleet.publish(2)
     deadline = time.monotonic() + WAIT_S
-    while fleet.received() - before < NUM_BYTES / 8:
+    while fleet.received() - before < NUM_BYTES / 32:
         assert time.monotonic() < deadline, "no byte of version 2 has arrived"
     fleet.lab.cut(victim)
     assert named in fleet.answer
