@@ -18,7 +18,7 @@ from weft.transport.local import Faults, LocalNetwork, LocalTransport
 from weft.transport.shm import ShmTransport
 
 NUM_BYTES = 1 << 20
-SOON_S = 5.0
+SOON_S = 20.0
 KINDS = ("local", "shm", "cma", "nixl", "nixl 2 cards")
 
 

@@ -23,7 +23,7 @@ from weft.runtime.control.security import Security, client_keys, server_keys
 from weft.runtime.control.server import Server
 
 ANYWHERE = "tcp://127.0.0.1:*"
-SOON_S = 5.0
+SOON_S = 20.0
 
 
 class Ping(msgspec.Struct, tag=True, forbid_unknown_fields=True):

@@ -113,7 +113,7 @@ def test_a_wrong_controller_key_is_named(tmp_path):
 
 def test_removing_a_key_revokes_it_and_adding_one_admits(tmp_path):
     make_keys(tmp_path, ["controller", "trainer", "engine"])
-    settings = TransferSettings(silence_s=2.0)
+    settings = TransferSettings(silence_s=5.0)
     with (
         Controller(
             num_trainers=1, num_engine_ranks=1, settings=settings, security=Security(keys=tmp_path)

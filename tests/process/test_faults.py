@@ -137,7 +137,6 @@ WINDOWS = {
     "transport": "cma",
     "min_write_bytes": 1 << 20,
     "window_bytes": 1 << 20,
-    "silence_s": 1.0,
     "version_s": 60.0,
 }
 """A version is written to an engine only as fast as that engine makes room."""

@@ -21,7 +21,7 @@ from weft.runtime.receive.receiver import Receiver
 from weft.runtime.send.sender import Sender
 from weft.runtime.weights import Weights
 
-SILENCE_S = 1.0
+SILENCE_S = 3.0
 SETTINGS = TransferSettings(beat_s=0.1, silence_s=SILENCE_S)
 SOON_S = 20.0
 

@@ -31,7 +31,7 @@ from weft.transport.host import ProcessIdentity
 from weft.transport.registry import place_here
 
 Kind = TypeVar("Kind")
-SOON_S = 10.0
+SOON_S = 20.0
 NUM_ELEMENTS = 500
 WEIGHT_BYTES = 4 * NUM_ELEMENTS
 WEIGHTS = HeldShard(name="w", dtype="fp32", shape=(NUM_ELEMENTS,), lo=(0,), extent=(NUM_ELEMENTS,), strides=(1,))

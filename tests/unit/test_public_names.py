@@ -13,7 +13,7 @@ import pytest
 import weft
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "transfer.md"
-SOON_S = 10.0
+SOON_S = 20.0
 
 
 def test_the_export_list_is_exact():

@@ -28,7 +28,7 @@ from weft.runtime.send.sender import Sender
 from weft.runtime.weights import Part, Weights
 from weft.transport.local import Faults, LocalNetwork, LocalTransport
 
-SOON_S = 10.0
+SOON_S = 20.0
 
 
 class Pair:

@@ -17,7 +17,7 @@ from weft.integrations.trl import WeftWeightTransfer
 from weft.runtime.control.keys import Grant, load_public, make_keys, new_keys
 from weft.runtime.control.security import KeysInMemory, Security, client_keys, security_in, server_keys
 
-SOON_S = 10.0
+SOON_S = 20.0
 WEIGHTS = weft.Weights.from_arrays({"w": np.zeros(4, np.float32)})
 
 
