@@ -27,6 +27,8 @@ from weft.integrations.hf import checkpoint_weights
 
 NUM_TRAINERS, NUM_STEPS, TOKEN = 2, 12, 7
 LONGEST_S = 240.0
+PATIENT = weft.TransferSettings(silence_s=30.0)
+"""Engine and trainers share a few cores: one that computes may say nothing for seconds."""
 
 
 def trainer(rank: int, port: int, model_dir: str, controller: str) -> None:
@@ -59,7 +61,7 @@ def main() -> None:
 
     with (
         tempfile.TemporaryDirectory() as folder,
-        weft.Controller(num_trainers=NUM_TRAINERS, num_engine_ranks=1) as controller,
+        weft.Controller(num_trainers=NUM_TRAINERS, num_engine_ranks=1, settings=PATIENT) as controller,
     ):
         model_dir, port = tiny_model(Path(folder)), free_port()
         llm = vllm.LLM(

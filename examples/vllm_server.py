@@ -28,12 +28,14 @@ from weft.integrations.hf import checkpoint_weights
 
 PORT = 8123
 URL = f"http://127.0.0.1:{PORT}"
+PATIENT = weft.TransferSettings(silence_s=30.0)
+"""Engine and trainer share a few cores: one that computes may say nothing for seconds."""
 
 
 def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(sys.argv[1]) if len(sys.argv) > 1 else tiny_model(Path(folder))
-        with weft.Controller(num_trainers=1, num_engine_ranks=1) as controller:
+        with weft.Controller(num_trainers=1, num_engine_ranks=1, settings=PATIENT) as controller:
             server = start_server(path, controller.address)
             try:
                 wait_until_up(server)

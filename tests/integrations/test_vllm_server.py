@@ -189,14 +189,14 @@ def vllm_client(pipe: Any, url: str, seeds: tuple[int, ...]) -> None:
     from vllm.distributed.weight_transfer.base import ModuleSource  # noqa: PLC0415
     from vllm.distributed.weight_transfer.clients import HTTPVLLMWeightSyncClient  # noqa: PLC0415
 
-    from tests.integrations.fsdp_trainer import fill  # noqa: PLC0415
+    from tests.integrations.fsdp_trainer import fill, patient  # noqa: PLC0415
     from weft.integrations.vllm import register  # noqa: PLC0415
     from weft.integrations.vllm.trainer import WeftTrainerInit  # noqa: PLC0415
 
     register()
     model = make_model(KIND, 1)
     engine = WeightTransferTrainerFactory.trainer_init(
-        WeftTrainerInit(rank=0), client=HTTPVLLMWeightSyncClient(url), source=ModuleSource(model)
+        WeftTrainerInit(rank=0, settings=patient()), client=HTTPVLLMWeightSyncClient(url), source=ModuleSource(model)
     )
     for seed in seeds:
         fill(model, make_model(KIND, seed))

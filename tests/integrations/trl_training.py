@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from tests.integrations.fsdp_trainer import patient
 from tests.integrations.tiny_models import make_model
 
 ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "TRL_EXPERIMENTAL_SILENCE": "1"}
@@ -124,7 +125,7 @@ def train(pipe: Any, model: Path, trained: Path, address: str, num_steps: int) -
         report_to=[],
         save_strategy="no",
     )
-    transfer = WeftWeightTransfer(listen=address, num_engine_ranks=1, timeout_s=120.0)
+    transfer = WeftWeightTransfer(listen=address, num_engine_ranks=1, settings=patient(), timeout_s=120.0)
     trainer = AsyncGRPOTrainer(
         model=str(model),
         args=config,
