@@ -1,7 +1,8 @@
 """Whether the machine stood still, as rented ones do: then a test learnt nothing about deadlines, and is repeated.
 
-A process of its own wakes every few milliseconds and says when it was late, or when the hypervisor gave the processors
-to somebody else. Busy processes beside the tests do not count: with those, tests must pass.
+A process of its own wakes every few milliseconds and says when it was late, when the hypervisor gave the processors to
+somebody else, or when processes waited for the disk, as they do after the machine has put their programs out of memory.
+Busy processes beside the tests do not count: with those, tests must pass.
 """
 
 from __future__ import annotations
@@ -20,6 +21,9 @@ LOOK_S = 1.0
 CLOSE_S = 5.0
 STOLEN_SHARE = 0.25
 """Of the processors' time, within `LOOK_S`."""
+DISK_SHARE = 0.5
+"""Of `LOOK_S`, in which any process could not go on before the disk had answered."""
+_DISK_PRESSURE = Path("/proc/pressure/io")
 
 
 class Machine:
@@ -60,9 +64,18 @@ def _stolen_s() -> float:
     return int(fields[8]) / os.sysconf("SC_CLK_TCK")
 
 
+def _disk_s() -> float:
+    """How long any process has waited for the disk; kernels without pressure figures never say."""
+    try:
+        some = _DISK_PRESSURE.read_text().split("\n", 1)[0]
+    except OSError:
+        return 0.0
+    return int(some.rsplit("total=", 1)[1]) / 1e6
+
+
 def _watch() -> None:
     num_cores = os.cpu_count() or 1
-    beat, looked, stolen = time.monotonic(), time.monotonic(), _stolen_s()
+    beat, looked, stolen, disk = time.monotonic(), time.monotonic(), _stolen_s(), _disk_s()
     while not select.select([sys.stdin], [], [], BEAT_S)[0]:
         now = time.monotonic()
         if (late_s := now - beat - BEAT_S) > LATE_S:
@@ -71,7 +84,9 @@ def _watch() -> None:
             share = (_stolen_s() - stolen) / num_cores / (now - looked)
             if share > STOLEN_SHARE:
                 print(f"it was given {1 - share:.0%} of its processors", flush=True)
-            looked, stolen = now, _stolen_s()
+            if (waited_s := _disk_s() - disk) > DISK_SHARE * (now - looked):
+                print(f"processes waited {waited_s:.1f} s for the disk", flush=True)
+            looked, stolen, disk = now, _stolen_s(), _disk_s()
         beat = time.monotonic()
 
 
