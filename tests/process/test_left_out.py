@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
@@ -47,19 +49,22 @@ def controller_of(num_engine_ranks: int, *, quorum: int = 1, ranks_per_engine: i
     return Controller(num_engine_ranks=num_engine_ranks, ranks_per_engine=ranks_per_engine, quorum=quorum, **facts)
 
 
-def test_trainers_that_write_hear_of_an_engine_that_left():
+@contextmanager
+def writing(num_engine_ranks: int, **facts: Any) -> Iterator[tuple[Controller, RawMember, RawMember, list[RawMember]]]:
+    """A controller, two trainers that may write version 1, each its half, and engine ranks that expect it."""
+    names = ["trainer 0", "trainer 1", *(f"engine {rank}" for rank in range(num_engine_ranks))]
     with (
-        controller_of(2) as controller,
-        fleet(controller, "trainer 0", "trainer 1", "engine 0", "engine 1", num_parts=2) as (
-            first,
-            second,
-            stays,
-            leaves,
-        ),
+        controller_of(num_engine_ranks, **facts) as controller,
+        fleet(controller, *names, num_parts=2) as (first, second, *engines),
     ):
         first.send(Want(version=1))
         first.hear(Go)
         second.hear(Go)
+        yield controller, first, second, engines
+
+
+def test_trainers_that_write_hear_of_an_engine_that_left():
+    with writing(2) as (_, first, second, (stays, leaves)):
         first.send(half_written(1, 0, 1))
         leaves.send(Leave())
         assert second.hear(LeftOut) == LeftOut(version=1, engines=[1])
@@ -71,13 +76,8 @@ def test_trainers_that_write_hear_of_an_engine_that_left():
 
 def test_an_engine_that_failed_a_version_takes_part_in_the_next():
     """Which a trainer has been waiting to write: it is opened in the moment the first one is given up."""
-    with (
-        controller_of(1) as controller,
-        fleet(controller, "trainer 0", "trainer 1", "engine 0", num_parts=2) as (first, second, engine),
-    ):
-        first.send(Want(version=1))
+    with writing(1) as (controller, first, second, (engine,)):
         for trainer in (first, second):
-            trainer.hear(Go)
             trainer.send(half_written(1, 0))
         engine.hear(Verify)
         first.send(Want(version=2))
@@ -93,18 +93,7 @@ def test_an_engine_that_failed_a_version_takes_part_in_the_next():
 
 
 def test_no_second_round_waits_for_an_engine_that_left_in_the_first():
-    with (
-        controller_of(2, settings=PATCHES) as controller,
-        fleet(controller, "trainer 0", "trainer 1", "engine 0", "engine 1", num_parts=2) as (
-            first,
-            second,
-            stays,
-            leaves,
-        ),
-    ):
-        first.send(Want(version=1))
-        first.hear(Go)
-        second.hear(Go)
+    with writing(2, settings=PATCHES) as (_, first, second, (stays, leaves)):
         first.send(half_written(1, whole=[0, 1]))
         leaves.send(Leave())
         second.hear(LeftOut)
@@ -118,18 +107,7 @@ def test_no_second_round_waits_for_an_engine_that_left_in_the_first():
 
 
 def test_there_is_no_second_round_for_nobody():
-    with (
-        controller_of(2, settings=PATCHES) as controller,
-        fleet(controller, "trainer 0", "trainer 1", "engine 0", "engine 1", num_parts=2) as (
-            first,
-            second,
-            stays,
-            leaves,
-        ),
-    ):
-        first.send(Want(version=1))
-        first.hear(Go)
-        second.hear(Go)
+    with writing(2, settings=PATCHES) as (_, first, second, (stays, leaves)):
         first.send(half_written(1, whole=[1]))
         leaves.send(Leave())
         second.hear(LeftOut)
@@ -139,14 +117,8 @@ def test_there_is_no_second_round_for_nobody():
 
 def test_a_rank_that_nothing_was_written_to_is_not_torn():
     """It stood still for a second round; then another rank of its engine failed."""
-    names = "trainer 0", "trainer 1", "engine 0", "engine 1", "engine 2", "engine 3"
-    with (
-        controller_of(4, ranks_per_engine=2, settings=PATCHES) as controller,
-        fleet(controller, *names, num_parts=2) as (first, second, *engines),
-    ):
-        first.send(Want(version=1))
+    with writing(4, ranks_per_engine=2, settings=PATCHES) as (_, first, second, engines):
         for trainer in (first, second):
-            trainer.hear(Go)
             trainer.send(half_written(1, whole=[0, 1, 2, 3]))
         for engine in engines:
             assert not engine.hear(Expect).whole
@@ -169,14 +141,8 @@ def test_a_rank_that_nothing_was_written_to_is_not_torn():
 
 def test_one_rank_of_an_engine_that_was_dropped_does_not_commit_alone():
     """It had verified the version, and joins again after the decision."""
-    names = "trainer 0", "trainer 1", "engine 0", "engine 1", "engine 2", "engine 3"
-    with (
-        controller_of(4, ranks_per_engine=2) as controller,
-        fleet(controller, *names, num_parts=2) as (first, second, *engines),
-    ):
-        first.send(Want(version=1))
+    with writing(4, ranks_per_engine=2) as (controller, first, second, engines):
         for trainer in (first, second):
-            trainer.hear(Go)
             trainer.send(half_written(1, 0, 1, 2, 3))
         for engine in engines:
             engine.hear(Verify)
@@ -190,7 +156,7 @@ def test_one_rank_of_an_engine_that_was_dropped_does_not_commit_alone():
         assert not engines[2].hear(Decide).commit
         with RawMember(controller.address, "engine", 3).join(ready=1, seen=1) as returned:
             returned.hear(Welcome)
-            assert isinstance(returned.hear(Decide | Open), Open)  # type: ignore[arg-type]
+            assert isinstance(returned.hear(Decide, Open), Open)
 
 
 def test_nor_when_the_controller_was_restarted_meanwhile():
@@ -201,25 +167,14 @@ def test_nor_when_the_controller_was_restarted_meanwhile():
             for rank, facts in joins.items()
         ]
         trainers = [stack.enter_context(RawMember(controller.address, "trainer", rank).join()) for rank in (0, 1)]
-        assert engines[1].hear(Decide | Open) == Decide(version=1, commit=True)  # type: ignore[arg-type]
+        assert engines[1].hear(Decide, Open) == Decide(version=1, commit=True)
         engines[1].send(Committed(version=1))
-        assert isinstance(engines[3].hear(Decide | Open), Open)  # type: ignore[arg-type]
+        assert isinstance(engines[3].hear(Decide, Open), Open)
         del trainers
 
 
 def test_a_loss_that_is_reported_late_does_not_cost_an_engine_its_new_membership():
-    with (
-        controller_of(2) as controller,
-        fleet(controller, "trainer 0", "trainer 1", "engine 0", "engine 1", num_parts=2) as (
-            first,
-            second,
-            stays,
-            returns,
-        ),
-    ):
-        first.send(Want(version=1))
-        first.hear(Go)
-        second.hear(Go)
+    with writing(2) as (_, first, second, (stays, returns)):
         returns.join()
         returns.hear(Welcome)
         first.send(half_written(1, 0, lost=[1]))

@@ -82,7 +82,7 @@ def test_an_engine_rank_that_has_committed_is_not_told_again():
         engine.send(Committed(version=1))
         assert trainer.hear(Decide).commit
         engine.join(last=1, holds=1)
-        heard = engine.hear(Decide | Open)  # type: ignore[arg-type]
+        heard = engine.hear(Decide, Open)
         assert isinstance(heard, Open)
 
 
@@ -123,7 +123,7 @@ def test_a_late_report_of_a_trainer_that_joined_again_does_not_cost_its_membersh
         second.send(Stopped(version=1, reason="it was aborted", has_written=True))
         for member in (first, second, engine):
             member.open()
-        assert first.hear(SendPlan | Refused) is not None  # type: ignore[arg-type]
+        assert first.hear(SendPlan, Refused) is not None
         assert set(controller.statistics().members) == {"trainer 0", "trainer 1", "engine 0"}
 
 
@@ -145,7 +145,7 @@ def test_an_engine_that_opens_twice_does_not_make_trainers_follow_the_plan_twice
         bad.send(opened)
         assert "has opened its memory twice" in bad.hear(Refused).reason
         trainer.send(Want(version=1))
-        assert isinstance(trainer.hear(SendPlan | Decide), Decide)  # type: ignore[arg-type]
+        assert isinstance(trainer.hear(SendPlan, Decide), Decide)
 
 
 def test_an_engine_on_an_impossible_device_is_refused_and_no_other():

@@ -72,17 +72,17 @@ class RawMember:
     def send(self, message: Any) -> None:
         self._client.send(message)
 
-    def hear(self, kind: type[Kind], timeout_s: float = SOON_S) -> Kind:
-        """The next message of a kind; others are skipped, and beats go on."""
+    def hear(self, *kinds: type[Kind], timeout_s: float = SOON_S) -> Kind:
+        """The next message of a kind, or of some kinds; others are skipped, and beats go on."""
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:
             if time.monotonic() - self._last_beat > 0.3:
                 self._last_beat = time.monotonic()
                 self.send(Beat())
             message = self._client.receive(0.1)
-            if isinstance(message, kind):
+            if isinstance(message, kinds):
                 return message
-        raise WeftError(f"{self.name} heard no {kind.__name__}")
+        raise WeftError(f"{self.name} heard no {' or '.join(kind.__name__ for kind in kinds)}")
 
     def open(self, **changes: Any) -> Opened:
         """Answer Open as a member would whose memory nobody can reach."""
