@@ -30,7 +30,7 @@ NUM_VERSIONS = 3
 """A host is judged by the median of so many versions."""
 SLOW = 0.6
 """A host that carries less than this part of what the others do is slow. Two that share a receiver's card differ, too:
-the first to end has had up to twice the rate of the other, and TCP often gives one of them 1.5 times as much."""
+the first to end has had up to twice the rate of the other, and TCP has given one of them 1.4 times as much."""
 NOTABLE = 1.25
 """Rates that differ by less than this factor are the same."""
 MIN_SECONDS = 0.02
