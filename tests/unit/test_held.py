@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zlib
+from dataclasses import replace
 
 import msgspec
 import numpy as np
@@ -38,7 +39,20 @@ def test_many_shards_are_a_short_message():
     shards = [HeldShard(name=n, dtype="bf16", shape=(8, 4), lo=(0, 0), extent=(8, 4), strides=(4, 1)) for n in names]
     packed = HeldTable.of(shards).packed()
     assert len(msgspec.msgpack.encode(packed)) < 10 * len(shards)
-    assert packed.table.names == names
+    assert list(packed.table.names) == names
+
+
+def test_members_that_name_the_same_tensors_share_the_names():
+    shards = [HeldShard(name=n, dtype="bf16", shape=(8,), lo=(0,), extent=(4,), strides=(1,)) for n in "abc"]
+    halves = [[replace(shard, lo=(lo,)) for shard in shards] for lo in (0, 4)]
+    first, second = (travelled(HeldTable.of(half).packed()).table for half in halves)
+    assert first.names is second.names
+    assert [list(first), list(second)] == halves
+
+
+def test_shards_can_be_taken_several_times():
+    table = HeldTable.of(SHARDS[:2])
+    assert list(table.take(np.array([1, 0, 1]))) == [replace(SHARDS[number], aliases=()) for number in (1, 0, 1)]
 
 
 def test_tables_of_several_members_are_one():

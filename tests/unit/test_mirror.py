@@ -70,3 +70,15 @@ def test_without_readers_all_is_copied_in_the_order_of_memory(mirror):
     begins = np.concatenate([piece.dst for piece in pieces])
     assert (np.diff(begins.astype(np.int64)) > 0).all()
     assert max(piece.num_bytes for piece in pieces) < 2 * 256
+
+
+def test_weights_without_elements_and_in_any_order_of_memory_are_moved():
+    memory = np.arange(64, dtype=np.float32)
+    arrays = {"late": memory[40:50], "none": memory[:0], "early": memory[8:24]}
+    mirror = Mirror(Weights.from_arrays(arrays), "cpu")
+    for piece in mirror.pieces([])[0]:
+        mirror.copy(piece)
+    found = {held.tensor.name: memory_view(held.address, held.span_bytes) for held in mirror.weights.held}
+    assert {name: part.view(np.float32).tolist() for name, part in found.items()} == {
+        name: array.tolist() for name, array in arrays.items()
+    }

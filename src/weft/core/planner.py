@@ -19,6 +19,7 @@ from weft.config import Settings
 from weft.core.assign import Demand, Policy, choose_senders
 from weft.core.geometry import boxes
 from weft.core.geometry.boxes import Ints
+from weft.core.geometry.fingerprint import distinct
 from weft.core.geometry.scaling import QUANT_BLOCK
 from weft.core.layout import Layout, tensors_of
 from weft.core.plans.plan import Plan, piece_sources, route_boxes, scale_name
@@ -158,7 +159,7 @@ def with_scales(trainer: Layout, recipe: Recipe) -> Layout:
     A scale belongs to the shard that holds the first element of its block: after the holders of a cut block have
     agreed on its maximum, that one sends it.
     """
-    wanted = {recipe.sources[i] for i in np.unique(recipe.src[recipe.op == Op.SCALE])}
+    wanted = {recipe.sources[i] for i in distinct(recipe.src[recipe.op == Op.SCALE], len(recipe.sources)).tolist()}
     if not wanted:
         return trainer
     taken = sorted(name for name in wanted if scale_name(name) in trainer.numbers)

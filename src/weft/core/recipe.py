@@ -27,6 +27,7 @@ from numpy.typing import NDArray
 
 from weft.core.geometry import boxes
 from weft.core.geometry.boxes import Ints, pad_dims
+from weft.core.geometry.fingerprint import distinct
 from weft.core.geometry.scaling import Scaling, block_sides_of
 from weft.core.layout import (
     DTYPE_BYTES,
@@ -317,7 +318,9 @@ def _reading_problem(piece: Piece, axes: tuple[int, ...]) -> str:
 
 def _checked_scaling(recipe: Recipe, scaling: Mapping[str, Scaling]) -> dict[str, Scaling]:
     """Kinds of scaling by source, once all of them are known and used."""
-    quantized = {recipe.sources[number] for number in np.unique(recipe.src[recipe.op == Op.SCALE])}
+    quantized = {
+        recipe.sources[number] for number in distinct(recipe.src[recipe.op == Op.SCALE], len(recipe.sources)).tolist()
+    }
     problems = [f"{name}: no scales are made of it" for name in scaling if name not in quantized]
     problems += [f"{name}: unknown scaling {kind!r}" for name, kind in scaling.items() if kind not in list(Scaling)]
     if problems:

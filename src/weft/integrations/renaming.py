@@ -30,7 +30,7 @@ def renamed(weights: Weights, pieces: Iterable[Piece], tensors: Iterable[Tensor]
                     known = boxes.setdefault(place, box)
                     if known is not box:  # tied: the same memory under several names
                         boxes[place] = replace(known, aliases=(*known.aliases, box.tensor.name))
-    return replace(weights, held=tuple(boxes.values()), rehome=None)
+    return Weights.of(tuple(boxes.values()), weights.ranges, keep=weights.keep, device=weights.device)
 
 
 def _meet(held: Held, piece: Piece, shape: tuple[int, ...]) -> Iterator[Held]:

@@ -194,7 +194,7 @@ def _weights(named: Sequence[_Named], device: str, shapes: Mapping[str, tuple[in
     can_move = device == "cpu" and all(_nobody_else_holds(group) for group in _by_storage(named))
     rehome = (lambda allocate: _rehome(named, allocate, shapes)) if can_move else None
     keep = [parameter.parameter for parameter in named]
-    return Weights(held, tuple(_ranges(named, held)), keep=keep, device=device, rehome=rehome)
+    return Weights.of(held, tuple(_ranges(named, held)), keep=keep, device=device, rehome=rehome)
 
 
 def _ranges(named: Sequence[_Named], held: Sequence[Held]) -> Iterator[tuple[int, int]]:

@@ -72,7 +72,7 @@ def _reserved(boxes: Sequence[Box]) -> Weights:
         )
         for (tensor, aliases, lo, extent), begin in zip(boxes, begins, strict=True)
     )
-    return Weights(held, ((memory.address, memory.num_bytes),), keep=memory)
+    return Weights.of(held, ((memory.address, memory.num_bytes),), keep=memory)
 
 
 def _row_major(extent: tuple[int, ...]) -> tuple[int, ...]:

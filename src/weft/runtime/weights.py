@@ -6,8 +6,8 @@ weights = Weights.from_arrays({"w": array}, parts={"w": Part(shape=(8192, 64), l
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from operator import mul
 from typing import Any
@@ -21,6 +21,7 @@ from weft.errors import LayoutError
 from weft.runtime.control.held import HeldColumns, HeldTable
 from weft.transport.base import Memory
 
+Int64s = NDArray[np.int64]
 _DTYPES = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16", "float8_e4m3fn": "fp8_e4m3"}
 
 
@@ -78,7 +79,10 @@ class Weights:
     [('w', (8, 4))]
     """
 
-    held: tuple[Held, ...]
+    table: HeldTable
+    """The shards, as columns."""
+    addresses: Int64s
+    """Where each of them begins."""
     ranges: tuple[tuple[int, int], ...]
     """The memory behind the shards: address and bytes. Shards that touch inside one allocation share a range, so that
     transports can write them in one piece."""
@@ -88,35 +92,42 @@ class Weights:
     """Moves the weights into other memory without their owner noticing; None if that is not possible."""
 
     @classmethod
+    def of(
+        cls,
+        held: Sequence[Held],
+        ranges: tuple[tuple[int, int], ...],
+        *,
+        keep: Any = None,
+        device: str = CPU,
+        rehome: Callable[[Allocate], Weights] | None = None,
+    ) -> Weights:
+        """Weights from a description of every shard."""
+        addresses = np.fromiter((shard.address for shard in held), dtype=np.int64, count=len(held))
+        return cls(_table(held), addresses, ranges, keep, device, rehome)
+
+    @classmethod
     def from_arrays(cls, arrays: Mapping[str, NDArray[Any]], *, parts: Mapping[str, Part] | None = None) -> Weights:
         """Weights in NumPy arrays; `parts` says which box of its tensor an array is, where it is not the whole."""
-        kinds = _ArrayKinds()
-        held = tuple(kinds.held(name, array, (parts or {}).get(name)) for name, array in arrays.items())
-        ranges = tuple(sorted({(shard.address, shard.span_bytes) for shard in held}))
-        return cls(held, ranges, keep=dict(arrays))
+        kinds, part_of = _ArrayKinds(), (parts or {}).get
+        number = np.fromiter((kinds.number(name, array, part_of(name)) for name, array in arrays.items()), np.int64)
+        addresses = np.fromiter((array.ctypes.data for array in arrays.values()), np.int64, len(arrays))
+        table = replace(_table(kinds.known).take(number), names=list(arrays))
+        ranges = sorted(set(zip(addresses.tolist(), table.span_bytes.tolist(), strict=True)))
+        return cls(table, addresses, tuple(ranges), keep=dict(arrays))
 
     @cached_property
-    def addresses(self) -> NDArray[np.int64]:
-        """Where each shard begins."""
-        return np.fromiter((held.address for held in self.held), dtype=np.int64, count=len(self.held))
-
-    @cached_property
-    def table(self) -> HeldTable:
-        """The shards as columns."""
-        held = self.held
-        dtypes = {dtype: number for number, dtype in enumerate(dict.fromkeys(shard.tensor.dtype for shard in held))}
-        num_dims = np.array([len(shard.extent) for shard in held], dtype=np.int64)
-        width = int(num_dims.max(initial=1))
-        return HeldTable(
-            names=[shard.tensor.name for shard in held],
-            aliases={number: shard.aliases for number, shard in enumerate(held) if shard.aliases},
-            dtypes=tuple(dtypes),
-            dtype=np.array([dtypes[shard.tensor.dtype] for shard in held], dtype=np.int64),
-            num_dims=num_dims,
-            shape=coordinate_column([shard.tensor.shape for shard in held], width, fill=1),
-            lo=coordinate_column([shard.lo for shard in held], width, fill=0),
-            extent=coordinate_column([shard.extent for shard in held], width, fill=1),
-            strides=coordinate_column([shard.strides for shard in held], width, fill=1),
+    def held(self) -> tuple[Held, ...]:
+        """Every shard."""
+        return tuple(
+            Held(
+                tensor=Tensor(name=shard.name, dtype=shard.dtype, shape=shard.shape),
+                aliases=shard.aliases,
+                lo=shard.lo,
+                extent=shard.extent,
+                strides=shard.strides,
+                address=address,
+            )
+            for shard, address in zip(self.table, self.addresses.tolist(), strict=True)
         )
 
     @property
@@ -130,26 +141,41 @@ class Weights:
         return int(self.table.num_bytes.sum())
 
 
+def _table(held: Sequence[Held]) -> HeldTable:
+    dtypes = {dtype: number for number, dtype in enumerate(dict.fromkeys(shard.tensor.dtype for shard in held))}
+    num_dims = np.array([len(shard.extent) for shard in held], dtype=np.int64)
+    width = int(num_dims.max(initial=1))
+    return HeldTable(
+        names=[shard.tensor.name for shard in held],
+        aliases={number: shard.aliases for number, shard in enumerate(held) if shard.aliases},
+        dtypes=tuple(dtypes),
+        dtype=np.array([dtypes[shard.tensor.dtype] for shard in held], dtype=np.int64),
+        num_dims=num_dims,
+        shape=coordinate_column([shard.tensor.shape for shard in held], width, fill=1),
+        lo=coordinate_column([shard.lo for shard in held], width, fill=0),
+        extent=coordinate_column([shard.extent for shard in held], width, fill=1),
+        strides=coordinate_column([shard.strides for shard in held], width, fill=1),
+    )
+
+
 class _ArrayKinds:
-    """Describes arrays; what arrays of one kind share is computed once."""
+    """Describes arrays; those that are alike except for their names and addresses are described once."""
 
     def __init__(self) -> None:
-        self._known: dict[tuple[Any, ...], tuple[str, tuple[int, ...]]] = {}
+        self.known: list[Held] = []
+        self._numbers: dict[tuple[Any, ...], int] = {}
 
-    def held(self, name: str, array: NDArray[Any], part: Part | None) -> Held:
-        """An array as a shard."""
-        kind = array.dtype, array.shape, array.strides
-        if kind not in self._known:
-            self._known[kind] = _dtype_and_strides(name, array)
-        dtype, strides = self._known[kind]
+    def number(self, name: str, array: NDArray[Any], part: Part | None) -> int:
+        """The kind of an array, as a number in `known`."""
         shape, lo = (array.shape, (0,) * array.ndim) if part is None else (part.shape, part.lo)
-        return Held(
-            tensor=Tensor(name=name, dtype=dtype, shape=shape),
-            lo=lo,
-            extent=array.shape,
-            strides=strides,
-            address=array.ctypes.data,
-        )
+        kind = array.dtype, array.shape, array.strides, shape, lo
+        number = self._numbers.get(kind)
+        if number is None:
+            dtype, strides = _dtype_and_strides(name, array)
+            number = self._numbers[kind] = len(self.known)
+            tensor = Tensor(name="", dtype=dtype, shape=shape)
+            self.known.append(Held(tensor=tensor, lo=lo, extent=array.shape, strides=strides, address=0))
+        return number
 
 
 def _dtype_and_strides(name: str, array: NDArray[Any]) -> tuple[str, tuple[int, ...]]:

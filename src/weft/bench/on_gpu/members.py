@@ -184,7 +184,7 @@ class _EngineTensors:
             for box, view in self.views
         )
         ranges = tuple((t.data_ptr(), t.numel() * t.element_size()) for t in self.tensors.values())
-        return Weights(held, ranges, keep=self, device=device)
+        return Weights.of(held, ranges, keep=self, device=device)
 
 
 class GpuEngine(_GpuMember):

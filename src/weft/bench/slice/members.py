@@ -45,7 +45,7 @@ def layout_weights(layout: Layout, rank: int, device: str, *, is_pinned: bool = 
             )
         )
     ranges = tuple((tensor.data_ptr(), tensor.numel()) for tensor in tensors)
-    return Weights(tuple(held), ranges, keep=tensors, device=device)
+    return Weights.of(held, ranges, keep=tensors, device=device)
 
 
 def bytes_at(address: int, num_bytes: int, device: str) -> torch.Tensor:
@@ -67,7 +67,7 @@ def member_plans(
 ) -> MemberPlans:
     """Parts of the plan for members whose weights are given; all others count as holding nothing."""
     num_trainers, num_engines = plan.topology.num_trainers, plan.topology.num_engines
-    nothing = Weights((), ())
+    nothing = Weights.of((), ())
     joins = (
         {rank: _join("trainer", rank, trainers.get(rank, nothing), device) for rank in range(num_trainers)},
         {rank: _join("engine", rank, engines.get(rank, nothing), device) for rank in range(num_engines)},

@@ -46,6 +46,13 @@ def distinct_rows(table: Ints) -> tuple[Ints, Ints]:
     return table[first], number
 
 
+def distinct(numbers: Ints, count: int) -> Ints:
+    """The different ones of these numbers from 0 to `count` - 1, in ascending order."""
+    is_there = np.zeros(count, dtype=bool)
+    is_there[numbers] = True
+    return np.flatnonzero(is_there)
+
+
 def by_appearance(numbers: Ints) -> tuple[Ints, Ints]:
     """Where each different number appears first, and all numbers again, counted in that order."""
     _, first, number = np.unique(numbers, return_index=True, return_inverse=True)

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from weft.config import Settings
 from weft.core.geometry import boxes
 from weft.core.geometry.boxes import Ints
+from weft.core.geometry.fingerprint import distinct
 from weft.core.geometry.scaling import SCALE_SUFFIX, cut_blocks
 from weft.core.layout import Layout
 from weft.core.recipe import Op, Recipe, to_destination_dims, to_source_dims
@@ -162,7 +163,7 @@ class Plan:
     @cached_property
     def quantized_shards(self) -> Ints:
         """Rows of `trainer` that some engine takes as FP8."""
-        return np.unique(self.shard[self.recipe.op[self.piece] == Op.QUANTIZE])
+        return distinct(self.shard[self.recipe.op[self.piece] == Op.QUANTIZE], len(self.trainer.lo))
 
 
 def route_boxes(

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from weft.core.geometry.boxes import volume
+from weft.core.geometry.fingerprint import distinct
 
 if TYPE_CHECKING:
     from weft.core.plans.plan import Plan
@@ -34,7 +35,7 @@ class ScaleGroups:
     def of(cls, plan: Plan) -> ScaleGroups:
         """Groups of about equal size: few enough that messages cost little, small enough that work overlaps."""
         trainer = plan.trainer
-        tensors = np.unique(trainer.tensor_of[plan.quantized_shards]).astype(np.int64)
+        tensors = distinct(trainer.tensor_of[plan.quantized_shards], len(trainer.tensors))
         size = (volume(trainer.shapes) * trainer.itemsize)[tensors]
         group_bytes = max(GROUP_BYTES * plan.topology.num_trainers, int(size.sum()) // MAX_GROUPS, 1)
         group = np.full(len(trainer.tensors), -1, dtype=np.int64)

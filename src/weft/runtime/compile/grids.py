@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from weft.codec.fp8 import Grid
 from weft.codec.grids import SCALINGS, GridBoxes, HeldGrids
 from weft.core.geometry.boxes import Ints
+from weft.core.geometry.fingerprint import distinct
 from weft.core.plans.plan import Plan
 from weft.core.recipe import Op
 from weft.core.streams.exchange import ScaleGroups
@@ -33,7 +34,7 @@ def trainer_grids(plan: Plan, groups: ScaleGroups, trainer: int, shard_number: R
     layout = plan.trainer
     shards = shard_number.rows[groups.group[layout.tensor_of[shard_number.rows]] >= 0]
     tensor = layout.tensor_of[shards]
-    tensors = np.unique(tensor)
+    tensors = distinct(tensor, len(layout.tensors))
     tensors = tensors[np.lexsort((tensors, groups.group[tensors]))]
     number = np.full(len(layout.tensors), -1, dtype=np.int64)
     number[tensors] = np.arange(len(tensors))

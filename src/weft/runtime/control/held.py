@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
 from itertools import chain
 
 import msgspec
@@ -120,6 +120,12 @@ class HeldTable:
     def __iter__(self) -> Iterator[HeldShard]:
         return (self[number] for number in range(len(self)))
 
+    def take(self, numbers: Int64s) -> HeldTable:
+        """Some of the shards, or the same ones several times; without aliases."""
+        columns = ("dtype", "num_dims", *_COORDINATES)
+        names = [self.names[number] for number in numbers.tolist()]
+        return replace(self, names=names, aliases={}, **{name: getattr(self, name)[numbers] for name in columns})
+
     def packed(self) -> HeldColumns:
         """Encoded for the wire."""
         others = [alias for aliases in self.aliases.values() for alias in aliases]
@@ -144,6 +150,12 @@ class HeldTable:
     def num_bytes(self) -> Int64s:
         """Bytes of each shard, without gaps."""
         return volume(self.extent) * self.itemsize
+
+    @property
+    def span_bytes(self) -> Int64s:
+        """Bytes from the first to the last element of each shard, gaps included."""
+        reach = ((self.extent - 1) * self.strides).sum(axis=1)
+        return np.where(self.is_filled, reach + 1, 0) * self.itemsize
 
     @property
     def is_filled(self) -> NDArray[np.bool_]:
@@ -213,8 +225,12 @@ def _misfit(columns: dict[str, Int64s], alias_of: Int64s, num_dtypes: int) -> st
     return f"impossible numbers in {', '.join(wrong)}" if wrong else ""
 
 
-def _split_names(data: bytes, count: int) -> list[str]:
-    """The original names; raises ProtocolError unless there are exactly `count`."""
+@lru_cache(maxsize=2)
+def _split_names(data: bytes, count: int) -> tuple[str, ...]:
+    """The original names; raises ProtocolError unless there are exactly `count`.
+
+    Most members of a side name the same tensors in the same order: then they share the names, one list for each side.
+    """
     try:
         unpacker = zlib.decompressobj()
         raw = unpacker.decompress(data, MAX_NAME_BYTES + 1)
@@ -225,4 +241,4 @@ def _split_names(data: bytes, count: int) -> list[str]:
             raise ValueError(f"{len(names)} names for {count} shards and aliases")
     except (ValueError, zlib.error) as error:
         raise ProtocolError(f"names of a member's shards are damaged: {error}") from error
-    return names
+    return tuple(names)

@@ -200,11 +200,9 @@ def _arriving(
 
 def check_contiguous(weights: Weights) -> None:
     """Raise LayoutError unless all weights can be written in place."""
-    strided = [weights.held[number] for number in np.flatnonzero(~weights.table.is_contiguous).tolist()]
+    strided = [weights.table[number] for number in np.flatnonzero(~weights.table.is_contiguous).tolist()]
     if strided:
-        problems = tuple(
-            f"{held.tensor.name}: extent {list(held.extent)}, strides {list(held.strides)}" for held in strided
-        )
+        problems = tuple(f"{held.name}: extent {list(held.extent)}, strides {list(held.strides)}" for held in strided)
         raise LayoutError(
             "weights that are not contiguous cannot be written in place", problems=problems, hint="use mode shadow"
         )

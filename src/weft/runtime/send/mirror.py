@@ -22,7 +22,7 @@ from weft.core.geometry.planes import Planes, rows_as_planes
 from weft.devices import CPU
 from weft.errors import ConfigError
 from weft.runtime.memory import own_memory
-from weft.runtime.weights import Held, Weights
+from weft.runtime.weights import Weights
 
 log = logging.getLogger(__name__)
 Int64s = NDArray[np.int64]
@@ -40,24 +40,17 @@ class Mirror:
         sizes = [aligned(num_bytes) for _, num_bytes in weights.ranges]
         self._memory = own_memory(device, max(sum(sizes), ALIGN))
         begins = (self._memory.address + np.concatenate([[0], np.cumsum(sizes)[:-1]]).astype(np.int64)).tolist()
-        self._ranges = [
-            (start, num_bytes, begin) for (start, num_bytes), begin in zip(weights.ranges, begins, strict=True)
-        ]
-        self.weights = Weights(
-            held=tuple(replace(held, address=self._moved(held)) for held in weights.held),
-            ranges=tuple((begin, num_bytes) for _, num_bytes, begin in self._ranges),
+        ranges = [(start, num_bytes, begin) for (start, num_bytes), begin in zip(weights.ranges, begins, strict=True)]
+        self.weights = replace(
+            weights,
+            addresses=_moved(weights, ranges, empty=self._memory.address),
+            ranges=tuple((begin, num_bytes) for _, num_bytes, begin in ranges),
             keep=self,
             device=device,
+            rehome=None,
         )
-        self._rows = _rows(self._ranges)
+        self._rows = _rows(ranges)
         self._copy = native.copy_planes if device == CPU else _copy_to(device, weights)
-
-    def _moved(self, held: Held) -> int:
-        """Where a shard lies on the device."""
-        if not held.span_bytes:
-            return self._memory.address
-        start, _, begin = next(r for r in self._ranges if r[0] <= held.address < r[0] + r[1])
-        return begin + held.address - start
 
     def copy(self, piece: Planes) -> int:
         """Copy a piece from the host; returns its bytes."""
@@ -89,6 +82,15 @@ class Mirror:
         last = np.searchsorted(begins, address + num_bytes)
         covering = np.cumsum(np.bincount(first, minlength=count) - np.bincount(last, minlength=count))
         return np.flatnonzero(covering > 0)
+
+
+def _moved(weights: Weights, ranges: Sequence[tuple[int, int, int]], *, empty: int) -> Int64s:
+    """Where shards lie after their ranges (from, bytes, to) were moved; those without elements lie at `empty`."""
+    table = np.array(sorted(ranges), dtype=np.int64).reshape(-1, 3)
+    if not len(table):
+        return np.full(len(weights.addresses), empty, dtype=np.int64)
+    behind = table[np.maximum(np.searchsorted(table[:, 0], weights.addresses, side="right") - 1, 0)]
+    return np.where(weights.table.span_bytes > 0, weights.addresses + behind[:, 2] - behind[:, 0], empty)
 
 
 def _rows(ranges: Sequence[tuple[int, int, int]]) -> Int64s:
