@@ -14,7 +14,7 @@ pytest.importorskip("triton")
 if not torch.cuda.is_available():
     pytest.skip("no CUDA device", allow_module_level=True)
 
-from tests.support.processes import Process  # noqa: E402
+from tests.support.processes import Process, stop_here  # noqa: E402
 from tests.support.waiting import wait_until  # noqa: E402
 from weft.config import TransferSettings  # noqa: E402
 from weft.errors import WeftError  # noqa: E402
@@ -44,7 +44,7 @@ def trainer(pipe: Any, address: str, stop_at: int) -> None:
     def stopping_write(self: Any, batch: Any, tag: int, cancelled: threading.Event) -> Any:
         if tag == tag_of(stop_at, whole=False):
             pipe.send("stopping")
-            os.kill(os.getpid(), signal.SIGSTOP)
+            stop_here()
             cancelled = threading.Event()  # as if it had been stopped a moment later, inside the copy
         written = write(self, batch, tag, cancelled)
         if tag == tag_of(stop_at, whole=False):

@@ -13,7 +13,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from tests.support.processes import quick_context
+from tests.support.processes import quick_context, stop_here
 from weft.codec.patching import CpuPatcher
 from weft.config import TransferSettings
 from weft.core.geometry.scaling import QUANT_BLOCK, Scaling
@@ -163,7 +163,7 @@ def _break_inside(receiver: Receiver, *, freezes: bool) -> None:
             arrivals.follow = follow
             if not freezes:
                 raise WeftError("it breaks off")
-            os.kill(os.getpid(), signal.SIGSTOP)
+            stop_here()
             return True
 
         arrivals.follow = broken

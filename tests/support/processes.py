@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import multiprocessing
+import signal
+import threading
 import traceback
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -20,6 +22,11 @@ def quick_context() -> Any:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([*PRELOADED])
     return context
+
+
+def stop_here() -> None:
+    """Stop this process before its next line; sent to the process, another thread may take the signal much later."""
+    signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)
 
 
 class Process:

@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import os
 import signal
-import threading
 from collections.abc import Callable
 from typing import Any
 
+from tests.support.processes import stop_here
 from weft.transport.cma import CmaTransport
 from weft.transport.nixl import NixlTransport
 from weft.transport.shm import ShmTransport
@@ -60,5 +60,5 @@ class WriteGate:
         if action == END:
             os.kill(os.getpid(), signal.SIGKILL)
         if action == STOP:
-            signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)  # this thread stops here, and with it all
+            stop_here()
         return version, action == STOP
