@@ -16,7 +16,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from weft.codec.delta import BLOCK, DENSE, GROUPS, HEADER_BYTES
-from weft.codec.gpu import apply_kernels, cast_kernels, fp8_kernels, kept_kernels, patch_kernels
+from weft.codec.gpu import apply_kernels, cast_kernels, fp8_kernels, kept_kernels, patch_kernels, row_kernels
 from weft.gpu import walking
 
 HOPPER = GPUTarget("cuda", 90, 32)
@@ -43,8 +43,12 @@ def kernels() -> list[tuple[str, Any, dict[str, str], dict[str, Any], int]]:
     for element, cast, wild in ((tl.bfloat16, True, False), (tl.float32, False, True)):
         constants = {"ELEMENT": element, **rows, "HAS_CAST": cast, "IS_WILD": wild}
         found.append(("quantize", fp8_kernels._quantize_kernel, quantize, constants, fp8_kernels.QUANTIZE_WARPS))
+        by_row = {"ELEMENT": element, "STEP": row_kernels.STEP, "IS_ALIGNED": True, "HAS_CAST": cast, "IS_WILD": wild}
+        found.append(("quantize rows", row_kernels._quantize_row_kernel, quantize, by_row, row_kernels.WARPS))
     amax = {**TABLE, "amax": "*i32", "wild": "*i32"}
     found.append(("amax", fp8_kernels._amax_kernel, amax, {"ELEMENT": tl.bfloat16, "ROWS": 16}, 8))
+    by_row = {"ELEMENT": tl.bfloat16, "STEP": row_kernels.STEP}
+    found.append(("amax of rows", row_kernels._row_amax_kernel, amax, by_row, row_kernels.WARPS))
     scale = {**TABLE, "num_scales": "i32", **IMAGE, "amax": "*fp32"}
     found.append(("scale", fp8_kernels._scale_kernel, scale, {"SCALES": fp8_kernels.SCALES}, 4))
     for source, target in ((tl.float32, tl.bfloat16), (tl.bfloat16, tl.float16)):

@@ -132,6 +132,61 @@ def test_chunks_that_cut_blocks_and_scales_that_travel_first(work, scaling, num_
     assert_equal(both(work, x, scaling, chunks))
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("columns", [1, 48, 130, 2064])
+def test_rows_with_a_scale_each(work, dtype, columns):
+    x = matrix(5, columns, dtype)
+    grid = Grid(rows=5, columns=columns, scaling=Scaling.CHANNEL)
+    whole = (0, columns)
+
+    def chunks(here: torch.Tensor):
+        yield chunk(
+            conversion(here, Op.QUANTIZE, (0, 2), whole),
+            scales_of(grid),
+            conversion(here, Op.CAST, (1, 2), whole, "fp32"),
+        )
+        yield chunk(conversion(here, Op.QUANTIZE, (2, 5), whole), align=1)
+
+    assert_equal(both(work, x, Scaling.CHANNEL, chunks))
+
+
+def test_rows_that_chunks_cut_are_searched_once_before(work):
+    x = matrix(6, 400, torch.bfloat16).to(work.device)
+    fills = [
+        chunk(conversion(x, Op.QUANTIZE, (0, 3), (0, 400))),
+        chunk(conversion(x, Op.QUANTIZE, (3, 5), (0, 200))),
+        chunk(conversion(x, Op.QUANTIZE, (3, 5), (200, 400))),
+    ]
+    codes = []
+    for is_told in (False, True):
+        converter = GpuConverter(work, held(x, Scaling.CHANNEL, [(0, 6)]))
+        if is_told:
+            converter.expect([fill for fill, _ in fills])
+        assert converter.looks_before(0) == is_told
+        converter.find_amax(0)
+        codes.append([image_on(work, converter, described) for described in fills])
+        searched = [len(converter._programs[id(fill)].search.blocks) for fill, _ in fills]
+        assert searched == ([0, 0, 0] if is_told else [0, 2, 2])
+    assert all(np.array_equal(a, b) for a, b in zip(*codes, strict=True))
+    cpu = CpuConverter(held(x.cpu(), Scaling.CHANNEL, [(0, 6)]))
+    assert not cpu.cut[0].size
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered")  # the interpreter's
+@pytest.mark.parametrize("columns", [(0, 1040), (0, 500)])
+def test_rows_that_are_not_finite(work, columns):
+    x = matrix(4, 1040, torch.bfloat16)
+    x[1, 1030], x[1, 2], x[3, 400] = math.nan, math.inf, -math.inf
+    grid = Grid(rows=4, columns=1040, scaling=Scaling.CHANNEL)
+    make = lambda here: [chunk(conversion(here, Op.QUANTIZE, (0, 4), columns), scales_of(grid))]  # noqa: E731
+    assert_equal(both(work, x, Scaling.CHANNEL, make, allow_nonfinite=True))
+    there = x.to(work.device)
+    converter = GpuConverter(work, held(there, Scaling.CHANNEL, [(0, 4)], "model.q"))
+    converter.agree(0, converter.find_amax(0))
+    with pytest.raises(CodecError, match=r"`model\.q` has 3 elements that are not finite"):
+        image_on(work, converter, make(there)[0])
+
+
 def test_blocks_of_several_holders(work):
     x = matrix(400, 160, torch.bfloat16)
     grid = Grid(rows=400, columns=160)

@@ -127,6 +127,9 @@ class Converter(Protocol):
     cut_grids: list[NDArray[np.int64]]
     """For each group: the grids these blocks belong to."""
 
+    def expect(self, chunks: Sequence[ChunkFill]) -> None:
+        """All chunks that may be filled: what they cut need not be searched by each of them."""
+
     def looks_before(self, group: int) -> bool:
         """Whether `find_amax` has anything to find."""
 
@@ -172,6 +175,9 @@ class CpuConverter:
         """(n, 4): rows and columns of a block, blocks in a row, and where the numbers of all blocks of a grid are."""
         across, address = self._grids.shape[grid, 1], numbers.ctypes.data + 4 * self.spread.starts[grid]
         return np.stack([*self._grids.block[grid].T, across, address], axis=1)
+
+    def expect(self, chunks: Sequence[ChunkFill]) -> None:
+        """Everything is searched before chunks are filled."""
 
     def looks_before(self, group: int) -> bool:
         """Chunks are filled with the magnitudes that were found."""

@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from weft.codec.gpu.tile_kernels import destination_of, load_rows, source_of, store_rows
+from weft.codec.gpu.tile_kernels import destination_of, flags_of, load_rows, source_of, store_rows
 
 _TYPES = {"fp32": tl.float32, "bf16": tl.bfloat16, "fp16": tl.float16}
 ROWS, WARPS = 16, 8
@@ -18,7 +18,7 @@ def _cast_kernel(  # type: ignore[no-untyped-def]
 ):
     """One tile of at most 128×128 elements."""
     tile = table + tl.program_id(0).to(tl.int64) * 6
-    flags = tl.load(tile + 3) >> 32
+    flags = flags_of(tile)
     if IS_ALIGNED and (flags & 2) != 0:
         _cast_tile(tile, image, FROM, TO, ROWS, True)
     else:

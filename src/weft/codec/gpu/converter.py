@@ -1,8 +1,9 @@
 """Conversions of GPU memory: the largest magnitudes, FP8, casts. Same results as weft.codec.conversion, bit for bit.
 
-Blocks that fit into one tile of a chunk are quantised in one pass, when the chunk is filled. Only blocks that other
-trainers hold parts of, and those larger than a tile (channels, tensors), are searched beforehand (`find_amax`); blocks
-that a chunk's border cuts, and scales that travel apart from their codes, are searched by the chunk that needs them.
+Blocks that fit into one tile of a chunk, rows among them, are quantised in one pass, when the chunk is filled. Only
+blocks that other trainers hold parts of, and those larger than a tile (tensors), are searched beforehand (`find_amax`);
+blocks that a chunk's border cuts, and scales that travel apart from their codes, are searched by the chunk that needs
+them.
 Each chunk is compiled once into tables on the device.
 """
 
@@ -10,6 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from types import ModuleType
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -18,8 +21,9 @@ from numpy.typing import NDArray
 from weft.codec.cast import KINDS
 from weft.codec.conversion import DTYPES, ChunkFill, Conversion, Wait
 from weft.codec.fp8 import Box, Grid
-from weft.codec.gpu import cast_kernels, fp8_kernels
-from weft.codec.gpu.matrix_tiles import SIDE, MatrixBox, MatrixTiles
+from weft.codec.gpu import cast_kernels, fp8_kernels, row_kernels
+from weft.codec.gpu.fp8_arithmetic import WIDTHS
+from weft.codec.gpu.matrix_tiles import SIDE, MatrixBox, MatrixTiles, fits_tile
 from weft.codec.grids import BlockSpread, HeldGrids
 from weft.codec.memory import Floats
 from weft.core.geometry.planes import Planes, joined
@@ -30,8 +34,16 @@ from weft.gpu import GpuWork
 
 Int64s = NDArray[np.int64]
 _DIVERGED = "the policy may have diverged; set allow_nonfinite to send it anyway"
-Tables = tuple[tuple[int, torch.Tensor], ...]
-"""Tiles by element size in bytes: one launch for each."""
+
+
+class _Tiles(NamedTuple):
+    """Tiles of one kind: one launch."""
+
+    kernels: ModuleType
+    """Those of rows, or of other tiles."""
+    width: int
+    """Bytes of an element."""
+    table: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +51,7 @@ class _Search:
     """Where to look for the magnitudes of some blocks."""
 
     blocks: torch.Tensor
-    tiles: Tables
+    tiles: tuple[_Tiles, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +83,7 @@ class _ChunkProgram:
     """Grids it has codes or scales of."""
     search: _Search
     """Blocks that no tile of this chunk covers completely, and that `find_amax` does not search."""
-    quantized: Tables
+    quantized: tuple[_Tiles, ...]
     casts: tuple[tuple[str, str, torch.Tensor], ...]
     scales: torch.Tensor
     num_wild: torch.Tensor
@@ -100,6 +112,18 @@ class GpuConverter:
         self._programs: dict[int, _ChunkProgram] = {}
         self._copies: dict[tuple[tuple[int, ...], tuple[int, ...]], Planes] = {}
         """What chunks that are filled together copy unchanged, by their identities and their images' addresses."""
+
+    def expect(self, chunks: Sequence[ChunkFill]) -> None:
+        """Rows that a chunk has only a part of are searched once, before any chunk is filled."""
+        borders = np.zeros(self.spread.num_blocks + 1, dtype=np.int64)
+        for chunk in chunks:
+            boxes = chunk.boxes.of(Op.QUANTIZE)
+            sides = self._grids.block[boxes.column("grid")]
+            is_part = (sides[:, 0] == 1) & (boxes.column("columns") < sides[:, 1])
+            first = (self.spread.starts[boxes.column("grid")] + boxes.column("first_row"))[is_part]
+            np.add.at(borders, first, 1)
+            np.add.at(borders, first + boxes.column("rows")[is_part], -1)
+        self._is_sought |= np.cumsum(borders)[:-1] > 0
 
     def looks_before(self, group: int) -> bool:
         """Whether some blocks are cut, or larger than a tile."""
@@ -187,9 +211,9 @@ class GpuConverter:
         if not program.grids and not program.casts:
             return
         self._find(program.search, self._wild)
-        for width, table in program.quantized:
-            fp8_kernels.quantize(
-                table, image, self._amax, self._wild, width=width, allow_nonfinite=self._allow_nonfinite
+        for tiles in program.quantized:
+            tiles.kernels.quantize(
+                tiles.table, image, self._amax, self._wild, width=tiles.width, allow_nonfinite=self._allow_nonfinite
             )
         for src_dtype, dst_dtype, table in program.casts:
             cast_kernels.cast(table, image, src_dtype, dst_dtype)
@@ -204,8 +228,8 @@ class GpuConverter:
     def _find(self, search: _Search, wild: torch.Tensor) -> None:
         if len(search.blocks):
             self._amax.index_fill_(0, search.blocks, 0.0)
-            for width, table in search.tiles:
-                fp8_kernels.add_amax(table, self._amax, wild, width=width)
+            for tiles in search.tiles:
+                tiles.kernels.add_amax(tiles.table, self._amax, wild, width=tiles.width)
 
     def _raise_if_wild(self, grids: Sequence[int], counts: torch.Tensor) -> None:
         """Raise, naming the tensor, if a number of these grids is not finite. It may belong to an earlier chunk, whose
@@ -215,8 +239,8 @@ class GpuConverter:
         """
         with self._work.queue():
             found = torch.zeros_like(counts)
-            for width, table in self._search(np.arange(self.spread.num_blocks), grids).tiles:
-                fp8_kernels.add_amax(table, self._amax, found, width=width)
+            for tiles in self._search(np.arange(self.spread.num_blocks), grids).tiles:
+                tiles.kernels.add_amax(tiles.table, self._amax, found, width=tiles.width)
             wild = found[1:].tolist()
             counts.zero_()
         for number in np.flatnonzero(wild)[:1].tolist():
@@ -226,10 +250,10 @@ class GpuConverter:
             )
 
     def _sought_before(self) -> NDArray[np.bool_]:
-        """Which blocks `find_amax` searches: those that are cut, and those larger than a tile."""
+        """Which blocks `find_amax` searches, whatever chunks there are: those that are cut or larger than a tile."""
         is_sought = np.zeros(self.spread.num_blocks, dtype=bool)
         for number, held in enumerate(self._grids):
-            if max(held.grid.block) > SIDE:
+            if not fits_tile(held.grid.block):
                 is_sought[self.spread.start(number) : self.spread.start(number + 1)] = True
         for blocks in self.cut:
             is_sought[blocks] = True
@@ -241,8 +265,8 @@ class GpuConverter:
             return _Search(blocks=self._work.upload(blocks), tiles=())
         is_wanted = np.zeros(self.spread.num_blocks, dtype=bool)
         is_wanted[blocks] = True
-        tables = []
-        for width in fp8_kernels.WIDTHS:
+        found = []
+        for width in WIDTHS:
             boxes = [
                 self._held_box(number, box)
                 for number in grids
@@ -250,11 +274,18 @@ class GpuConverter:
                 if box.width == width
             ]
             tiles = MatrixTiles.of(boxes)
-            tables.append((width, tiles.take(is_wanted[tiles.block]).table()))
-        return _Search(blocks=self._work.upload(blocks), tiles=self._uploaded(tables))
+            found.append((width, tiles.take(is_wanted[tiles.block])))
+        return _Search(blocks=self._work.upload(blocks), tiles=self._uploaded(found))
 
-    def _uploaded(self, tables: Sequence[tuple[int, Int64s]]) -> Tables:
-        return tuple((width, self._work.upload(table)) for width, table in tables if len(table))
+    def _uploaded(self, found: Sequence[tuple[int, MatrixTiles]]) -> tuple[_Tiles, ...]:
+        """Tables of tiles, by the bytes of their elements; whole blocks are searched by the program that has them."""
+        return tuple(
+            _Tiles(kernels, width, self._work.upload(table[chosen]))
+            for width, tiles in found
+            for table in (tiles.table(is_known=~tiles.is_whole),)
+            for kernels, chosen in ((fp8_kernels, ~tiles.is_row), (row_kernels, tiles.is_row))
+            if chosen.any()
+        )
 
     def _program(self, chunk: ChunkFill) -> _ChunkProgram:
         if id(chunk) not in self._programs:
@@ -281,9 +312,7 @@ class GpuConverter:
             chunk=chunk,
             grids=grids,
             search=self._search(self._missing(list(tiles.values()), scales[:, 1]), grids),
-            quantized=self._uploaded(
-                [(width, found.table(is_known=~found.is_whole)) for width, found in tiles.items()]
-            ),
+            quantized=self._uploaded(list(tiles.items())),
             casts=tuple(casts),
             scales=self._work.upload(scales),
             num_wild=num_wild,
@@ -329,8 +358,8 @@ class GpuConverter:
 
 
 def _cast_box(box: Conversion, at: int) -> MatrixBox:
-    """Casts have no scales: one block."""
+    """Casts have no scales."""
     widths = (DTYPE_BYTES[DTYPES[dtype]] for dtype in (box.src_dtype, box.dst_dtype))
     src_width, dst_width = widths
     extent = (box.rows, box.columns)
-    return MatrixBox(box.src, box.stride, src_width, at, dst_width, 0, 0, *extent, 0, 0, *extent, *extent)
+    return MatrixBox(box.src, box.stride, src_width, at, dst_width, 0, 0, *extent, 0, 0, *extent, SIDE, SIDE)

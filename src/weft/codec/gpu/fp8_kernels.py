@@ -1,4 +1,4 @@
-"""FP8 on a GPU: Triton kernels that give the same results as the C module, bit for bit.
+"""FP8 of tiles on a GPU: Triton kernels that give the same results as the C module, bit for bit.
 
 A block that lies in one tile is quantised in one pass: its magnitude is found and its codes are written by the same
 program. Magnitudes of blocks that are cut are found beforehand (`add_amax`), and agreed on with the other holders.
@@ -10,16 +10,14 @@ import torch
 import triton
 import triton.language as tl
 
-from weft.codec.gpu.tile_kernels import destination_of, load_rows, source_of, store_rows
+from weft.codec.gpu.fp8_arithmetic import ELEMENTS, has_fp8_cast, magnitude, scale, to_e4m3
+from weft.codec.gpu.tile_kernels import destination_of, flags_of, load_rows, source_of, store_rows
 
 QUANTIZE_ROWS, QUANTIZE_WARPS = 32, 8
 PART_ROWS = 16
 """Rows at a time in tiles that are not full: every element has its own address, which takes registers."""
 SCALES = 1024
 """Scales a program writes."""
-_ELEMENTS = {2: tl.bfloat16, 4: tl.float32}
-WIDTHS = tuple(_ELEMENTS)
-"""Bytes of the elements that are quantised."""
 
 
 @triton.jit
@@ -37,7 +35,7 @@ def _quantize_kernel(  # type: ignore[no-untyped-def]
 ):
     """One tile as FP8."""
     tile = table + tl.program_id(0).to(tl.int64) * 6
-    flags = tl.load(tile + 3) >> 32
+    flags = flags_of(tile)
     if IS_ALIGNED and (flags & 2) != 0:
         _quantize_tile(tile, flags, image, amax, wild, ELEMENT, ROWS, True, HAS_CAST, IS_WILD)
     else:
@@ -64,10 +62,10 @@ def _quantize_tile(  # type: ignore[no-untyped-def]
     else:
         largest = _largest(tile, src, stride, rows, columns, wild, ROWS, IS_FULL, IS_WILD)
         tl.store(amax + block, largest)
-    factor = tl.div_rn(1.0, _scale(largest))
+    factor = tl.div_rn(1.0, scale(largest))
     dst, dst_stride = destination_of(tile, image, tl.uint8)
     for begin in range(0, rows, ROWS):  # read again, from the cache: all at once needs too many registers
-        codes = _to_e4m3(load_rows(src, stride, begin, rows, columns, ROWS, IS_FULL) * factor, HAS_CAST)
+        codes = to_e4m3(load_rows(src, stride, begin, rows, columns, ROWS, IS_FULL) * factor, HAS_CAST)
         store_rows(dst, dst_stride, codes, begin, rows, columns, ROWS, IS_FULL)
 
 
@@ -78,7 +76,7 @@ def _largest(  # type: ignore[no-untyped-def]
     """The largest finite magnitude of a tile. Unless IS_WILD, non-finite numbers are only noted, to save registers."""
     most = tl.zeros((ROWS, 128), tl.int32)
     for begin in range(0, rows, ROWS):
-        most = tl.maximum(most, _magnitude(load_rows(src, stride, begin, rows, columns, ROWS, IS_FULL)))
+        most = tl.maximum(most, magnitude(load_rows(src, stride, begin, rows, columns, ROWS, IS_FULL)))
     bits = tl.max(most)
     if bits >= 0x7F800000:
         if IS_WILD:
@@ -94,7 +92,7 @@ def _largest_finite(tile, src, stride, rows, columns, wild, ROWS: tl.constexpr, 
     most = tl.zeros((ROWS, 128), tl.int32)
     others = tl.zeros((ROWS, 128), tl.int32)
     for begin in range(0, rows, ROWS):
-        found = _magnitude(load_rows(src, stride, begin, rows, columns, ROWS, IS_FULL))
+        found = magnitude(load_rows(src, stride, begin, rows, columns, ROWS, IS_FULL))
         is_finite = found < 0x7F800000
         most = tl.maximum(most, tl.where(is_finite, found, 0))
         others += tl.where(is_finite, 0, 1)
@@ -102,34 +100,6 @@ def _largest_finite(tile, src, stride, rows, columns, wild, ROWS: tl.constexpr, 
     tl.atomic_add(wild, count)
     tl.atomic_add(wild + 1 + tl.load(tile + 5), count)
     return tl.max(most)
-
-
-@triton.jit
-def _magnitude(values):  # type: ignore[no-untyped-def]
-    """Bits of magnitudes: as integers they order like the numbers, and NaN is the largest."""
-    return values.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-
-
-@triton.jit
-def _scale(largest):  # type: ignore[no-untyped-def]
-    return tl.div_rn(tl.maximum(largest, 1e-10), 448.0)
-
-
-@triton.jit
-def _to_e4m3(values, HAS_CAST: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Numbers as e4m3, infinities as ±448: with the GPU's own cast, or as weft.codec.fp8.to_e4m3 does it."""
-    if HAS_CAST:
-        codes = values.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
-    else:
-        bits = values.to(tl.int32, bitcast=True)
-        magnitude = bits & 0x7FFFFFFF
-        inside = tl.minimum(magnitude, 0x43E00000)  # 448
-        small = (inside.to(tl.float32, bitcast=True) + 16384.0).to(tl.int32, bitcast=True) & 0xFF
-        large = (inside + 0x7FFFF + ((inside >> 20) & 1) - (120 << 23)) >> 20
-        code = tl.where(inside < 0x3C800000, small, large)
-        code = tl.where(magnitude > 0x7F800000, 0x7F, code)
-        codes = (code | ((bits >> 24) & 0x80)).to(tl.uint8)
-    return codes
 
 
 @triton.jit
@@ -148,7 +118,7 @@ def _scale_kernel(table, num_scales, image, amax, SCALES: tl.constexpr):  # type
     inside = number < num_scales
     dst = (image + tl.load(table + 2 * number, mask=inside, other=0)).to(tl.pointer_type(tl.float32))
     largest = tl.load(amax + tl.load(table + 2 * number + 1, mask=inside, other=0), mask=inside, other=0.0)
-    tl.store(dst, _scale(largest), mask=inside)
+    tl.store(dst, scale(largest), mask=inside)
 
 
 def quantize(
@@ -171,7 +141,7 @@ def quantize(
             image,
             amax,
             wild,
-            ELEMENT=_ELEMENTS[width],
+            ELEMENT=ELEMENTS[width],
             ROWS=QUANTIZE_ROWS,
             PART_ROWS=PART_ROWS,
             IS_ALIGNED=image % 16 == 0,
@@ -188,7 +158,7 @@ def add_amax(table: torch.Tensor, amax: torch.Tensor, wild: torch.Tensor, *, wid
     """
     if len(table):
         _amax_kernel[(len(table),)](
-            table, amax.view(torch.int32), wild, ELEMENT=_ELEMENTS[width], ROWS=PART_ROWS, num_warps=QUANTIZE_WARPS
+            table, amax.view(torch.int32), wild, ELEMENT=ELEMENTS[width], ROWS=PART_ROWS, num_warps=QUANTIZE_WARPS
         )
 
 
@@ -196,8 +166,3 @@ def write_scales(table: torch.Tensor, image: int, amax: torch.Tensor) -> None:
     """Write scales into an image; `table` has one row per scale: byte of the image, block."""
     if len(table):
         _scale_kernel[(triton.cdiv(len(table), SCALES),)](table, len(table), image, amax, SCALES=SCALES)
-
-
-def has_fp8_cast(device: torch.device) -> bool:
-    """Whether a device casts to e4m3 by itself, rounding to nearest even and saturating."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)

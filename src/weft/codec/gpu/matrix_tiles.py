@@ -1,6 +1,7 @@
-"""Boxes of matrices as tiles of at most 128×128 elements, one for each program of a kernel. Pure NumPy.
+"""Boxes of matrices as tiles, one for each program of a kernel: at most 128×128 elements, or a row. Pure NumPy.
 
-Every tile lies inside one block of its grid, so that all its elements share a scale. Tables are made once for a plan.
+Every tile lies inside one block of its grid, so that all its elements share a scale. Where every row has a scale of
+its own, tiles are rows of any length. Tables are made once for a plan.
 """
 
 from __future__ import annotations
@@ -15,8 +16,14 @@ from numpy.typing import NDArray
 Int64s = NDArray[np.int64]
 SIDE = 128
 KNOWN, FULL = 1, 2
-"""Flags: the magnitude is known beforehand; all 128×128 elements are present, and vectors may be read."""
+"""Flags: the magnitude is known beforehand; all 128×128 elements (a multiple of 16, of a row) are present, and vectors
+may be read."""
 _VECTOR_BYTES = 16
+
+
+def fits_tile(block: tuple[int, int]) -> bool:
+    """Whether a block of so many rows and columns can be a single tile."""
+    return block[0] == 1 or max(block) <= SIDE
 
 
 class MatrixBox(NamedTuple):
@@ -61,14 +68,18 @@ class MatrixTiles:
     is_whole: NDArray[np.bool_]
     """Whether the tile covers its whole block."""
     is_full: NDArray[np.bool_]
-    """Whether it has 128×128 elements, aligned in both memories."""
+    """Whether it has 128×128 elements, or is a row of a multiple of 16, aligned in both memories."""
+    is_row: NDArray[np.bool_]
+    """Whether it is a row that has a scale of its own."""
 
     @classmethod
     def of(cls, boxes: Sequence[MatrixBox]) -> MatrixTiles:
         """Tiles of boxes."""
         columns: Int64s = np.array(boxes, dtype=np.int64).reshape(-1, len(MatrixBox._fields)).T
         of: dict[str, Int64s] = dict(zip(MatrixBox._fields, columns, strict=True))
-        height, width = np.minimum(of["block_rows"], SIDE), np.minimum(of["block_columns"], SIDE)
+        is_row = of["block_rows"] == 1
+        height = np.minimum(of["block_rows"], SIDE)
+        width = np.where(is_row, of["block_columns"], np.minimum(of["block_columns"], SIDE))
         across = _num_tiles(of["first_column"], of["columns"], width)
         count = _num_tiles(of["first_row"], of["rows"], height) * across
         box = np.repeat(np.arange(len(count)), count)
@@ -80,7 +91,9 @@ class MatrixTiles:
         src = of["src"] + row * of["stride"] + column * of["width"]
         element: Int64s = row * of["columns"] + column
         to = of["to"] + element * of["to_width"]
-        in_bytes = src | of["stride"] | to | (of["columns"] * of["to_width"])
+        is_row = is_row[box]
+        in_bytes = src | to | np.where(is_row, right - left, of["stride"] | (of["columns"] * of["to_width"]))
+        is_square = (bottom - top == SIDE) & (right - left == SIDE)
         down, blocks_across = top // of["block_rows"], -(-of["grid_columns"] // of["block_columns"])
         return cls(
             src=src,
@@ -93,7 +106,8 @@ class MatrixTiles:
             grid=of["grid"],
             is_whole=_is_whole(top, bottom, of["block_rows"], of["grid_rows"])
             & _is_whole(left, right, of["block_columns"], of["grid_columns"]),
-            is_full=(bottom - top == SIDE) & (right - left == SIDE) & (in_bytes % _VECTOR_BYTES == 0),
+            is_full=(is_row | is_square) & (in_bytes % _VECTOR_BYTES == 0),
+            is_row=is_row,
         )
 
     def table(self, *, is_known: NDArray[np.bool_] | bool = False) -> Int64s:
@@ -103,7 +117,7 @@ class MatrixTiles:
             self.src,
             self.to,
             self.stride | (self.to_stride << 32),
-            self.rows | (self.columns << 16) | (flags << 32),
+            self.rows | (flags << 16) | (self.columns << 32),
             self.block,
             self.grid,
         )

@@ -12,7 +12,13 @@ def source_of(tile, ELEMENT: tl.constexpr):  # type: ignore[no-untyped-def]
     shape = tl.load(tile + 3)
     src = tl.load(tile).to(tl.pointer_type(ELEMENT))
     stride = (tl.load(tile + 2) & 0xFFFFFFFF).to(tl.int32)
-    return src, stride, (shape & 0xFFFF).to(tl.int32), ((shape >> 16) & 0xFFFF).to(tl.int32)
+    return src, stride, (shape & 0xFFFF).to(tl.int32), (shape >> 32).to(tl.int32)
+
+
+@triton.jit
+def flags_of(tile):  # type: ignore[no-untyped-def]
+    """What is known of a tile."""
+    return (tl.load(tile + 3) >> 16) & 0xFFFF
 
 
 @triton.jit

@@ -40,7 +40,8 @@ class Outgoing:
         """`source`: addresses of the trainer's shards."""
         self._settings, self._converter, self._patcher = settings, converter, patcher
         self.layouts = stream.images()
-        self._fills = stream.fills(source)
+        self.fills = stream.fills(source)
+        """How each Chunk is filled."""
         self.groups = stream.chunks.group[stream.num_straight :].tolist()
         """The last group of matrices whose scales a Chunk needs; -1: none."""
         sizes = [layout.num_bytes for layout in self.layouts]
@@ -66,7 +67,7 @@ class Outgoing:
         """The only image, if it can be compared with the weights; patches that engines have room for can be undone."""
         room = patch_room(np.array(self._begins[-1:]), min(2 * self._settings.patch_share, 1.0))
         images = [self.address(chunk, 0) for chunk in range(len(self.layouts))]
-        return self._patcher.kept_image(self.layouts, self._fills, images, undo_bytes=int(room[0]))
+        return self._patcher.kept_image(self.layouts, self.fills, images, undo_bytes=int(room[0]))
 
     @property
     def is_kept(self) -> bool:
@@ -75,7 +76,7 @@ class Outgoing:
 
     def source_spans(self, chunk: int) -> Spans:
         """The weights a Chunk reads."""
-        return self._fills[chunk].source_spans
+        return self.fills[chunk].source_spans
 
     def address(self, chunk: int, image: int) -> int:
         """Where a Chunk that is kept lies in an image."""
@@ -83,7 +84,7 @@ class Outgoing:
 
     def go_straight(self, fills: Sequence[ChunkFill]) -> None:
         """Convert Chunks to where `fills` says, in the memory of an engine rank."""
-        self._fills, self.is_straight = list(fills), True
+        self.fills, self.is_straight = list(fills), True
 
     def fill(self, chunks: Sequence[int], addresses: Sequence[int]) -> Wait | None:
         """Make Chunks from the weights, or start to: the returned function waits until they are done.
@@ -93,7 +94,7 @@ class Outgoing:
         if self.reads_weights:
             return None
         places = [0] * len(chunks) if self.is_straight else addresses
-        return self._converter.fill([self._fills[chunk] for chunk in chunks], places)
+        return self._converter.fill([self.fills[chunk] for chunk in chunks], places)
 
     def begin(self, version: int, engines_hold: Mapping[int, int | None], *, patch_room: int) -> set[int]:
         """Begin a version; returns the engine ranks that get patches: those that hold the version that is kept here.

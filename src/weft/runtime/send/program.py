@@ -66,8 +66,6 @@ class SendProgram:
         grids = held_grids(plan.grids, weights)
         self.converter = converter_for(device, grids, allow_nonfinite=settings.allow_nonfinite)
         self.cut_blocks = _cut_blocks(plan, self.converter, len(grids))
-        self.groups = [group for group in grids.groups if self.converter.looks_before(group)]
-        """Groups of matrices whose magnitudes are found before Chunks are filled."""
         self._read_beside: dict[int, list[Spans]] = {}
         """Engine rank → the offloaded weights that are read by what is written straight beside each of its Chunks."""
         self._outgoing: list[Outgoing] = []
@@ -79,6 +77,9 @@ class SendProgram:
             for program in self._programs
         ]
         self.chunks = self._make_chunks()
+        self.converter.expect([fill for outgoing in self._outgoing for fill in outgoing.fills])
+        self.groups = [group for group in grids.groups if self.converter.looks_before(group)]
+        """Groups of matrices whose magnitudes are found before Chunks are filled."""
         self.room = Room([self._staged_bytes(chunk) for chunk in self.chunks], settings.staging_bytes_on(device))
         self.memory = self._allocate(self.room.num_bytes) if self.room.num_bytes else None
         self._prepare_chunks()
