@@ -115,12 +115,12 @@ class GpuConverter:
 
     def expect(self, chunks: Sequence[ChunkFill]) -> None:
         """Rows that a chunk has only a part of are searched once, before any chunk is filled."""
-        borders = np.zeros(self.spread.num_blocks + 1, dtype=np.int64)
+        sides, borders = self._grids.block, np.zeros(self.spread.num_blocks + 1, dtype=np.int64)
         for chunk in chunks:
             boxes = chunk.boxes.of(Op.QUANTIZE)
-            sides = self._grids.block[boxes.column("grid")]
-            is_part = (sides[:, 0] == 1) & (boxes.column("columns") < sides[:, 1])
-            first = (self.spread.starts[boxes.column("grid")] + boxes.column("first_row"))[is_part]
+            grid = boxes.column("grid")
+            is_part = (sides[grid, 0] == 1) & (boxes.column("columns") < sides[grid, 1])
+            first = (self.spread.starts[grid] + boxes.column("first_row"))[is_part]
             np.add.at(borders, first, 1)
             np.add.at(borders, first + boxes.column("rows")[is_part], -1)
         self._is_sought |= np.cumsum(borders)[:-1] > 0
