@@ -151,25 +151,22 @@ def test_rows_with_a_scale_each(work, dtype, columns):
 
 
 def test_rows_that_chunks_cut_are_searched_once_before(work):
-    x = matrix(6, 400, torch.bfloat16).to(work.device)
-    fills = [
-        chunk(conversion(x, Op.QUANTIZE, (0, 3), (0, 400))),
-        chunk(conversion(x, Op.QUANTIZE, (3, 5), (0, 200))),
-        chunk(conversion(x, Op.QUANTIZE, (3, 5), (200, 400))),
-    ]
-    codes = []
-    for is_told in (False, True):
-        converter = GpuConverter(work, held(x, Scaling.CHANNEL, [(0, 6)]))
+    parts = (((0, 3), (0, 400)), ((3, 5), (0, 200)), ((3, 5), (200, 400)))
+    x = matrix(6, 400, torch.bfloat16)
+    cpu = CpuConverter(held(x, Scaling.CHANNEL, [(0, 6)]))
+    cpu.agree(0, cpu.find_amax(0))
+    wanted = [image_on(None, cpu, chunk(conversion(x, Op.QUANTIZE, *part))) for part in parts]
+    there = x.to(work.device)
+    described = [chunk(conversion(there, Op.QUANTIZE, *part)) for part in parts]
+    for is_told, searched in ((False, [0, 2, 2]), (True, [0, 0, 0])):
+        converter = GpuConverter(work, held(there, Scaling.CHANNEL, [(0, 6)]))
         if is_told:
-            converter.expect([fill for fill, _ in fills])
+            converter.expect([fill for fill, _ in described])
         assert converter.looks_before(0) == is_told
         converter.find_amax(0)
-        codes.append([image_on(work, converter, described) for described in fills])
-        searched = [len(converter._programs[id(fill)].search.blocks) for fill, _ in fills]
-        assert searched == ([0, 0, 0] if is_told else [0, 2, 2])
-    assert all(np.array_equal(a, b) for a, b in zip(*codes, strict=True))
-    cpu = CpuConverter(held(x.cpu(), Scaling.CHANNEL, [(0, 6)]))
-    assert not cpu.cut[0].size
+        found = [image_on(work, converter, each) for each in described]
+        assert all(np.array_equal(a, b) for a, b in zip(found, wanted, strict=True))
+        assert [len(converter._programs[id(fill)].search.blocks) for fill, _ in described] == searched
 
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered")  # the interpreter's
