@@ -619,7 +619,7 @@ BLOCKS = {
     "planning": planning,
     "slices": slices,
     "predictions": predictions,
-    "settings-transfer": lambda: settings_table("config.py", "TransferSettings"),
+    "settings-transfer": lambda: settings_table("config.py", "Settings", "TransferSettings"),
     "settings-engine": lambda: settings_table("config.py", "EngineSettings", prefix="WEFT_"),
     "settings-loop": lambda: settings_table("rl/settings.py", "LoopSettings"),
     "vllm-stall": vllm_stall,

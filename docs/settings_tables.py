@@ -9,10 +9,11 @@ from pathlib import Path
 SOURCES = Path(__file__).parent.parent / "src" / "weft"
 
 
-def settings_table(path: str, name: str, *, prefix: str = "") -> str:
-    """One row for each field of a class of settings; `prefix` makes environment variables of the names."""
+def settings_table(path: str, *names: str, prefix: str = "") -> str:
+    """One row for each field of classes of settings; `prefix` makes environment variables of the names."""
     rows = [
         f"| `{prefix + field.upper() if prefix else field}` | {default} | {_cell(meaning)} |"
+        for name in names
         for field, default, meaning in _fields(_class(path, name))
     ]
     return "\n".join(["| setting | default | what it does |", "|---|---|---|", *rows])

@@ -1,7 +1,7 @@
 """Every setting: default, unit, meaning, validation. The only reader of TOML files and `WEFT_*` variables.
 
-settings = load_settings()                       # defaults, then WEFT_CHUNK_BYTES and friends
-settings = load_settings(Path("weft.toml"))      # defaults, then the file's [weft] table, then the variables
+load_settings(Settings)                                  # defaults, then WEFT_CHUNK_BYTES and friends
+load_settings(TransferSettings, Path("weft.toml"))       # defaults, then the file's [weft] table, then the variables
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from typing import Any, Self, TypeVar
 from weft.errors import ConfigError
 
 MIB = 1 << 20
+LARGEST_CHUNK = 1024 * MIB
+"""The largest chunk size chosen by default."""
 MAX_BEATS_PER_S = 200
 """Heartbeats that may reach a controller in a second, if each member still sends enough of them."""
 BEATS_IN_SILENCE = 4
@@ -83,26 +85,16 @@ def _member_of(kind: type[AnyEnum], value: str, name: str) -> AnyEnum:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TransferSettings:
-    """How members transfer versions. They live with the controller, which ships them to every member that joins.
-
-    >>> TransferSettings(mode="in_place", delta="on").mode
-    <ReceiverMode.IN_PLACE: 'in_place'>
-    """
+class Settings:
+    """How bytes travel: what a plan says, and controllers ship to their members."""
 
     mode: ReceiverMode = ReceiverMode.SHADOW
     """Where receivers let writes land."""
-    digest: DigestPolicy = DigestPolicy.ON
-    """Whether versions are verified by digests."""
     delta: DeltaPolicy = DeltaPolicy.OFF
     """Whether only what changed is sent. Trainers keep two copies of what they send; on GPUs one, if unconverted."""
-    anchor_every: int = 20
-    """With `delta`: one version in this many is sent whole."""
     patch_share: float = 0.05
     """With `delta`: memory for patches on an engine rank, as a share of the bytes it receives. A version with longer
     patches is sent whole."""
-    compression: CompressionPolicy = CompressionPolicy.NONE
-    """With `delta`: whether patches are compressed; for slow links."""
     staging: StagingPolicy = StagingPolicy.NONE
     """Whether trainers keep a copy of what they send, so that the weights may change while it is on its way."""
     chunk_bytes: int = 0
@@ -116,10 +108,60 @@ class TransferSettings:
     window_bytes: int = 0
     """Memory of an engine rank through which packed chunks reach its live weights: in mode `in_place` where the
     transport takes descriptors, in mode `patch` for versions that are sent whole. 0: 256 MiB, on GPUs 1 GiB."""
-    allow_nonfinite: bool = False
-    """Quantise NaN and infinities (to NaN and ±448) instead of refusing the version."""
     transport: str = "auto"
     """`auto` takes the fastest for each link; a name is used for every link, or refused."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "mode", _member_of(ReceiverMode, self.mode, "mode"))
+        object.__setattr__(self, "delta", _member_of(DeltaPolicy, self.delta, "delta"))
+        object.__setattr__(self, "staging", _member_of(StagingPolicy, self.staging, "staging"))
+        if self.mode is ReceiverMode.PATCH and self.delta is DeltaPolicy.OFF:
+            raise ConfigError("mode `patch` without delta", hint="set delta to `on`: there are no patches without it")
+        if not 0.0 < self.patch_share <= 1.0:
+            raise ConfigError(f"patch_share is {self.patch_share}", hint="expected more than 0 and at most 1")
+        self._check_sizes()
+
+    def _check_sizes(self) -> None:
+        chunk, staging = self.chunk_bytes, self.staging_bytes
+        if chunk and (not 4096 <= chunk <= 1 << 32 or chunk % 64):
+            raise ConfigError(f"chunk_bytes is {chunk}", hint="expected 4096 to 4 GiB, a multiple of 64; or 0")
+        least = 4 * (chunk or LARGEST_CHUNK)
+        if staging and not least <= staging <= 1 << 42:
+            raise ConfigError(f"staging_bytes is {staging}", hint=f"expected 4 × chunk_bytes ({least}) or more; or 0")
+        if not 0 <= self.min_write_bytes <= 1 << 40:
+            raise ConfigError(f"min_write_bytes is {self.min_write_bytes}", hint="expected 0 or more")
+        if self.window_bytes and not MIB <= self.window_bytes <= 1 << 42:
+            raise ConfigError(f"window_bytes is {self.window_bytes}", hint="expected 1 MiB or more; or 0")
+
+    def chunk_bytes_on(self, device: str) -> int:
+        """Chunk size of a member with weights on a device, or in a kind of memory."""
+        return self.chunk_bytes or (32 * MIB if device == "cpu" else LARGEST_CHUNK)
+
+    def window_bytes_on(self, device: str) -> int:
+        """The window of an engine rank with weights on a device."""
+        return self.window_bytes or (256 * MIB if device == "cpu" else 1024 * MIB)
+
+    def staging_bytes_on(self, device: str) -> int:
+        """Limit on chunk bytes that a trainer holds."""
+        return self.staging_bytes or max(4 * self.chunk_bytes_on(device), 256 * MIB)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransferSettings(Settings):
+    """How members transfer versions. They live with the controller, which ships them to every member that joins.
+
+    >>> TransferSettings(mode="in_place", delta="on").mode
+    <ReceiverMode.IN_PLACE: 'in_place'>
+    """
+
+    digest: DigestPolicy = DigestPolicy.ON
+    """Whether versions are verified by digests."""
+    anchor_every: int = 20
+    """With `delta`: one version in this many is sent whole."""
+    compression: CompressionPolicy = CompressionPolicy.NONE
+    """With `delta`: whether patches are compressed; for slow links."""
+    allow_nonfinite: bool = False
+    """Quantise NaN and infinities (to NaN and ±448) instead of refusing the version."""
     allow_fallback: bool = False
     """Use a slower transport, with a warning, where the intended one does not work."""
     num_threads: int = 1
@@ -141,18 +183,13 @@ class TransferSettings:
     """The same for an engine that does not pause for an in-place version."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "mode", _member_of(ReceiverMode, self.mode, "mode"))
+        Settings.__post_init__(self)
         object.__setattr__(self, "digest", _member_of(DigestPolicy, self.digest, "digest"))
-        object.__setattr__(self, "delta", _member_of(DeltaPolicy, self.delta, "delta"))
         object.__setattr__(self, "compression", _member_of(CompressionPolicy, self.compression, "compression"))
         if self.compression is not CompressionPolicy.NONE and self.delta is DeltaPolicy.OFF:
             raise ConfigError(
                 "compression without delta", hint="set delta to `on`: patches are compressed, not weights"
             )
-        if self.mode is ReceiverMode.PATCH and self.delta is DeltaPolicy.OFF:
-            raise ConfigError("mode `patch` without delta", hint="set delta to `on`: there are no patches without it")
-        object.__setattr__(self, "staging", _member_of(StagingPolicy, self.staging, "staging"))
-        self._check_chunks()
         if not 1 <= self.anchor_every <= 1_000_000:
             raise ConfigError(f"anchor_every is {self.anchor_every}", hint="expected 1 to 1000000")
         for name in ("beat_s", "silence_s", "version_s", "commit_s", "pause_s"):
@@ -163,8 +200,6 @@ class TransferSettings:
                 f"silence_s ({self.silence_s}) is less than two heartbeats ({self.beat_s} s each)",
                 hint="a member would be declared lost between two heartbeats",
             )
-        if not 0.0 < self.patch_share <= 1.0:
-            raise ConfigError(f"patch_share is {self.patch_share}", hint="expected more than 0 and at most 1")
         if not 1 <= self.num_threads <= 64:
             raise ConfigError(f"num_threads is {self.num_threads}", hint="expected 1 to 64")
 
@@ -173,29 +208,10 @@ class TransferSettings:
         beat_s = min(num_members / MAX_BEATS_PER_S, self.silence_s / BEATS_IN_SILENCE)
         return self if beat_s <= self.beat_s else replace(self, beat_s=beat_s)
 
-    def _check_chunks(self) -> None:
-        chunk, staging = self.chunk_bytes, self.staging_bytes
-        if chunk and (not 4096 <= chunk <= 1 << 32 or chunk % 64):
-            raise ConfigError(f"chunk_bytes is {chunk}", hint="expected 4096 to 4 GiB, a multiple of 64; or 0")
-        least = 4 * (chunk or LARGEST_CHUNK)
-        if not 0 <= self.min_write_bytes <= 1 << 40:
-            raise ConfigError(f"min_write_bytes is {self.min_write_bytes}", hint="expected 0 or more")
-        if self.window_bytes and not MIB <= self.window_bytes <= 1 << 42:
-            raise ConfigError(f"window_bytes is {self.window_bytes}", hint="expected 1 MiB or more; or 0")
-        if staging and not least <= staging <= 1 << 42:
-            raise ConfigError(f"staging_bytes is {staging}", hint=f"expected 4 × chunk_bytes ({least}) or more; or 0")
-
-    def chunk_bytes_on(self, device: str) -> int:
-        """Chunk size of a member with weights on a device."""
-        return self.chunk_bytes or (32 * MIB if device == "cpu" else LARGEST_CHUNK)
-
-    def window_bytes_on(self, device: str) -> int:
-        """The window of an engine rank with weights on a device."""
-        return self.window_bytes or (256 * MIB if device == "cpu" else 1024 * MIB)
-
-    def staging_bytes_on(self, device: str) -> int:
-        """Limit on chunk bytes that a trainer holds."""
-        return self.staging_bytes or max(4 * self.chunk_bytes_on(device), 256 * MIB)
+    @property
+    def planned(self) -> Settings:
+        """The part that a plan says."""
+        return Settings(**{field.name: getattr(self, field.name) for field in fields(Settings)})
 
 
 SPARE_BYTES = 64 * MIB
@@ -286,48 +302,36 @@ def engine_settings(given: Mapping[str, Any], env: Mapping[str, str] | None = No
     return EngineSettings(**(values | dict(given)))
 
 
-LARGEST_CHUNK = 1024 * MIB
-"""The largest chunk size chosen by default."""
+AnySettings = TypeVar("AnySettings", bound=Settings)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
-    """Settings of planning and scheduling: integers, in the unit at the end of their name."""
+def load_settings(
+    kind: type[AnySettings],
+    path: Path | None = None,
+    env: Mapping[str, str] | None = None,
+    *,
+    given: Mapping[str, Any] | None = None,
+) -> AnySettings:
+    """Defaults, overridden by a file's [weft] table, overridden by `WEFT_*` variables, overridden by what is given.
 
-    chunk_bytes: int = 64 * MIB
-    """Most bytes one scheduled Chunk carries."""
-    min_write_bytes: int = 0
-    """Runs shorter than this are packed instead of being written one by one. 0: derived from the topology's costs."""
-    max_staging_bytes: int = 2048 * MIB
-    """Bytes of slots one trainer rank may have in flight (packed, converted, not yet written)."""
-
-
-_LIMITS = {
-    "chunk_bytes": (64 * 1024, 1 << 32),
-    "min_write_bytes": (0, 1 << 40),
-    "max_staging_bytes": (64 * 1024, 1 << 42),
-}
-
-
-def load_settings(path: Path | None = None, env: Mapping[str, str] | None = None) -> Settings:
-    """Defaults, overridden by a file, overridden by `WEFT_*` variables."""
-    settings = Settings()
+    The file may have settings of controllers beside those of plans.
+    """
+    values: dict[str, Any] = {}
     if path is not None:
-        settings = settings_from(read_toml(path).get("weft", {}), where=f"`{path}` [weft]")
+        values |= _values(TransferSettings, read_toml(path).get("weft", {}), where=f"`{path}` [weft]")
     variables = os.environ if env is None else env
-    given = {
-        field.name: variables[f"WEFT_{field.name.upper()}"]
-        for field in fields(Settings)
-        if f"WEFT_{field.name.upper()}" in variables
-    }
-    return _override(settings, given, where="environment")
+    named = {field.name: f"WEFT_{field.name.upper()}" for field in fields(kind)}
+    values |= _values(
+        kind, {name: variables[key] for name, key in named.items() if key in variables}, where="environment"
+    )
+    values |= given or {}
+    known = {field.name for field in fields(kind)}
+    return kind(**{name: value for name, value in values.items() if name in known})
 
 
 def settings_from(table: Any, *, where: str) -> Settings:
     """Settings from a table of names and values."""
-    if not isinstance(table, Mapping):
-        raise ConfigError(f"{where} is {table!r}", hint="expected a table of settings")
-    return _override(Settings(), table, where=where)
+    return Settings(**_values(Settings, table, where=where))
 
 
 def read_toml(path: Path) -> dict[str, Any]:
@@ -341,23 +345,33 @@ def read_toml(path: Path) -> dict[str, Any]:
         raise ConfigError(f"`{path}` is not TOML: {error}") from error
 
 
-def _override(settings: Settings, given: Mapping[str, Any], *, where: str) -> Settings:
-    values = {}
-    for name, value in given.items():
-        if name not in _LIMITS:
-            raise ConfigError(f"{where}: unknown setting `{name}`", hint=f"settings: {', '.join(_LIMITS)}")
-        least, most = _LIMITS[name]
-        try:
-            number = int(value)
-        except (TypeError, ValueError, OverflowError):
-            raise ConfigError(f"{where}: {name} is {value!r}", hint="expected a whole number of bytes") from None
-        if not least <= number <= most:
-            raise ConfigError(f"{where}: {name} is {number}", hint=f"expected {least} to {most}")
-        values[name] = number
-    changed = replace(settings, **values)
-    if changed.chunk_bytes > changed.max_staging_bytes:
-        raise ConfigError(
-            f"{where}: chunk_bytes ({changed.chunk_bytes}) exceeds max_staging_bytes ({changed.max_staging_bytes})",
-            hint="a chunk must fit into the staging budget",
-        )
-    return changed
+def _values(kind: type[Settings], table: Any, *, where: str) -> dict[str, Any]:
+    """The entries of a table as values of their settings."""
+    if not isinstance(table, Mapping):
+        raise ConfigError(f"{where} is {table!r}", hint="expected a table of settings")
+    defaults = {field.name: field.default for field in fields(kind)}
+    unknown = [name for name in table if name not in defaults]
+    if unknown:
+        raise ConfigError(f"{where}: unknown setting `{unknown[0]}`", hint=f"settings: {', '.join(defaults)}")
+    return {name: _value(name, value, defaults[name], where=where) for name, value in table.items()}
+
+
+def _value(name: str, value: Any, default: Any, *, where: str) -> Any:
+    """A value of the default's type; variables are texts."""
+    expected = "a text"
+    try:
+        match default:
+            case bool():
+                expected = "true or false"
+                return {"true": True, "1": True, "false": False, "0": False}[str(value).lower()]
+            case int():
+                expected = "a whole number"
+                return value if isinstance(value, int) else int(str(value))
+            case float():
+                expected = "a number"
+                return float(value)
+            case _ if isinstance(value, str):
+                return value
+    except (KeyError, TypeError, ValueError, OverflowError):
+        pass
+    raise ConfigError(f"{where}: {name} is {value!r}", hint=f"expected {expected}")

@@ -94,7 +94,17 @@ def saved(tmp_path_factory) -> Path:
     """As a user makes it: a tiny model, two replicas of the trainer, a policy that is not the default."""
     folder = tmp_path_factory.mktemp("plan")
     (folder / "config.json").write_text(json.dumps(CONFIGS["qwen3"]))
-    case = (str(folder / "config.json"), "--trainer", "ddp2", "--engine", "tp2", "--policy", "round_robin")
+    case = (
+        str(folder / "config.json"),
+        "--trainer",
+        "ddp2",
+        "--engine",
+        "tp2",
+        "--policy",
+        "round_robin",
+        "--memory",
+        "cpu",
+    )
     done = weft("plan", *case, "--save", str(folder / "a.plan"))
     assert done.returncode == 0, done.stderr
     return folder / "a.plan"

@@ -8,7 +8,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.arena import Arena
-from weft.core.streams.plan_streams import plan_chunks
 from weft.core.streams.stream import Path
 from weft.runtime.weights import Part, Weights
 
@@ -50,11 +49,11 @@ def test_posted_writes_are_those_of_the_plan(transport, mode, seed):
     ) as arena:
         for version in (1, 2):
             publications = arena.publish(version)
-            controller = arena.controller
-            chunks = plan_chunks(controller._rounds.plan, controller._rounds.parts.links)
+            plan, chunks = arena.controller._rounds.plan, arena.controller._rounds.plan.chunks
             posted = sum(publication.num_writes for publication in publications)
-            assert posted == chunks.num_writes.sum() > 0
-            assert controller.statistics().last_wire_bytes == chunks.num_bytes.sum()
+            assert posted == plan.num_writes > 0
+            assert arena.controller.statistics().last_wire_bytes == chunks.num_bytes.sum()
+            assert arena.controller.statistics().writes_per_version == posted
             if engine_settings["min_write_bytes"] == 1 << 30:
                 assert (chunks.path == Path.PACKED).all()
     for number, engine in enumerate(engines):

@@ -62,5 +62,5 @@ def test_nothing_beats_the_bound(cluster, trainer, engine, policy):
         assert found.busy_s[kind] >= bound_s * (1 - 1e-9)
     simulated = simulate(plan, costs=StageCosts(control_s=0.0)).transfer_s
     assert simulated >= found.makespan_s * (1 - 1e-9)
-    slower = replace(plan, settings=Settings(chunk_bytes=65536, max_staging_bytes=65536))
+    slower = replace(plan, settings=Settings(chunk_bytes=65536, staging_bytes=4 * 65536))
     assert simulate(slower, costs=StageCosts(control_s=0.0)).transfer_s >= simulated * (1 - 1e-9)

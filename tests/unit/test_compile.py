@@ -14,15 +14,15 @@ from tests.unit.test_plan import small_plan
 from weft.config import Settings, TransferSettings
 from weft.core.geometry.fingerprint import distinct_rows
 from weft.core.layout import Layout, Shard, Tensor
-from weft.core.plans.memory_cost import memory_cost, patch_room
+from weft.core.plans.memory_cost import memory_cost
 from weft.core.plans.plan import Plan
-from weft.core.streams.plan_streams import PairLinks
+from weft.core.streams.landing_areas import patch_room
+from weft.core.streams.pair_links import FEW_RUNS, NUM_SLOTS, SMALLEST_SLOT, PairLinks, Wiring
 from weft.core.topology import load_topology
 from weft.errors import ProtocolError
 from weft.runtime.compile.grids import held_grids
 from weft.runtime.compile.holding import LayoutRows, RowNumbers
 from weft.runtime.compile.link_boxes import LinkBoxes, PlanBoxes
-from weft.runtime.compile.links import FEW_RUNS, NUM_SLOTS, SMALLEST_SLOT, member_links
 from weft.runtime.compile.matching import plan_members
 from weft.runtime.compile.member_plans import MemberPlans
 from weft.runtime.control.columns import expand, squeeze
@@ -36,7 +36,7 @@ def large_parts(settings: TransferSettings, transport: str) -> tuple[Plan, Membe
         {rank: join_message(side, rank, held=held_by(rank, dim)) for rank in range(2)}
         for dim, side in enumerate(("trainer", "engine"))
     ]
-    plan = plan_members(*joins, cluster=load_topology("h100-ib400"), ranks_per_engine=1)
+    plan = plan_members(*joins, cluster=load_topology("h100-ib400"), ranks_per_engine=1, settings=settings.planned)
     return plan, MemberPlans(plan, "digest", tuple(joins), dict.fromkeys(np.ndindex(2, 2), transport), settings)
 
 
@@ -121,15 +121,15 @@ def test_equal_rows_are_found():
     ],
 )
 def test_windows_are_where_chunks_must_not_reach_live_weights_by_themselves(transport, mode, delta, window):
-    plan = small_plan(dtype="bf16")
-    shape = plan.pair_bytes.shape
-    transports = dict.fromkeys(np.ndindex(*shape), transport)
-    settings = TransferSettings(mode=mode, delta=delta, window_bytes=1 << 20)
-    links = member_links(plan, transports, dict.fromkeys(range(shape[1]), "cpu"), settings)
+    plan = small_plan(dtype="bf16", mode=mode, delta=delta, window_bytes=1 << 20)
+    num_trainers, num_engines = plan.pair_bytes.shape
+    transports = dict.fromkeys(np.ndindex(num_trainers, num_engines), transport)
+    links = PairLinks.of(plan, Wiring.of(transports, ["cpu"] * num_trainers, ["cpu"] * num_engines))
     assert (links.num_slots == (NUM_SLOTS if window else 0)).all()
     assert links.lands_in_stream == (mode == "shadow")
     assert links.is_mapped.all() == (transport in ("shm", "cuda_ipc"))
-    chunk_bytes = SMALLEST_SLOT if window else plan.settings.chunk_bytes
+    is_mapped = transport in ("shm", "cuda_ipc")
+    chunk_bytes = SMALLEST_SLOT if window else (1 << 30 if is_mapped else 256 << 20)
     assert (links.chunk_bytes == chunk_bytes).all()
 
 
@@ -139,8 +139,9 @@ def links_of_vectors(count: int, num_bytes: int, mode: str = "in_place", **optio
     arrays |= {f"v.{number}": np.empty(num_bytes // 4, dtype=np.float32) for number in range(count)}
     held = Weights.from_arrays(arrays).shards
     trainers, engines = ({0: join_message(side, 0, held=held)} for side in ("trainer", "engine"))
-    plan = plan_members(trainers, engines, cluster=load_topology("h100-ib400"), ranks_per_engine=1, **options)
-    return member_links(plan, {(0, 0): "nixl"}, {0: "cpu"}, TransferSettings(mode=mode))
+    settings = Settings(mode=mode, **options)
+    plan = plan_members(trainers, engines, cluster=load_topology("h100-ib400"), ranks_per_engine=1, settings=settings)
+    return PairLinks.of(plan, Wiring.of({(0, 0): "nixl"}, ["cpu"], ["cpu"]))
 
 
 def test_a_few_short_runs_are_not_worth_a_window():
@@ -149,8 +150,7 @@ def test_a_few_short_runs_are_not_worth_a_window():
     assert links_of_vectors(FEW_RUNS, 64).min_run_bytes[0, 0] == 0
     assert links_of_vectors(FEW_RUNS + 1, 64).min_run_bytes[0, 0] == usual
     assert links_of_vectors(10 * FEW_RUNS, int(usual)).min_run_bytes[0, 0] == 0, "none of them is short"
-    asked = Settings(min_write_bytes=1 << 20)
-    assert links_of_vectors(1, 64, settings=asked).min_run_bytes[0, 0] == 1 << 20
+    assert links_of_vectors(1, 64, min_write_bytes=1 << 20).min_run_bytes[0, 0] == 1 << 20
 
 
 @pytest.mark.parametrize("mode", ["patch", "in_place", "shadow"])
@@ -173,7 +173,10 @@ def test_room_for_patches_is_never_too_small_for_their_headers():
 
 def test_planned_memory_is_what_is_opened():
     plan, parts = large_parts(TransferSettings(mode="patch", delta="on"), "nixl")
-    assert memory_cost(plan).patch_bytes == max(parts.opening(e).patch_bytes for e in range(plan.topology.num_engines))
+    openings = [parts.opening(engine) for engine in range(plan.topology.num_engines)]
+    cost = memory_cost(plan)
+    assert cost.patch_bytes == max(opening.patch_bytes for opening in openings)
+    assert cost.landing_bytes == max(opening.landing_bytes for opening in openings) > 0
 
 
 def test_rows_of_a_layout_are_found_among_what_a_member_holds():

@@ -17,8 +17,22 @@ from weft.errors import ConfigError
 def test_file_then_environment(tmp_path):
     path = tmp_path / "weft.toml"
     path.write_text("[weft]\nchunk_bytes = 1048576\nmin_write_bytes = 4096\n")
-    settings = load_settings(path, {"WEFT_MIN_WRITE_BYTES": "8192"})
-    assert settings == Settings(chunk_bytes=1 << 20, min_write_bytes=8192)
+    env = {"WEFT_MIN_WRITE_BYTES": "8192", "WEFT_DELTA": "on", "WEFT_PATCH_SHARE": "0.1", "WEFT_KEYS": "not of plans"}
+    expected = {"chunk_bytes": 1 << 20, "min_write_bytes": 8192, "delta": "on", "patch_share": 0.1}
+    assert load_settings(Settings, path, env) == Settings(**expected)
+    assert load_settings(TransferSettings, path, env) == TransferSettings(**expected)
+    assert load_settings(Settings, path, env, given={"min_write_bytes": 1}) == Settings(
+        **expected | {"min_write_bytes": 1}
+    )
+
+
+def test_one_file_serves_plans_and_controllers(tmp_path):
+    path = tmp_path / "weft.toml"
+    path.write_text('[weft]\nmode = "in_place"\nsilence_s = 9\nallow_nonfinite = true\n')
+    assert load_settings(Settings, path, {}) == Settings(mode="in_place")
+    wanted = TransferSettings(mode="in_place", silence_s=9.0, allow_nonfinite=True)
+    assert load_settings(TransferSettings, path, {}) == wanted
+    assert wanted.planned == Settings(mode="in_place")
 
 
 @pytest.mark.parametrize(
@@ -26,19 +40,22 @@ def test_file_then_environment(tmp_path):
     [
         ({"WEFT_CHUNK_BYTES": "big"}, "chunk_bytes is 'big'"),
         ({"WEFT_CHUNK_BYTES": "1"}, "chunk_bytes is 1"),
-        ({"WEFT_MAX_STAGING_BYTES": "65536"}, "exceeds max_staging_bytes"),
+        ({"WEFT_STAGING_BYTES": "65536"}, "staging_bytes is 65536"),
+        ({"WEFT_PATCH_SHARE": "half"}, "patch_share is 'half'"),
+        ({"WEFT_ALLOW_NONFINITE": "perhaps"}, "allow_nonfinite is 'perhaps'"),
+        ({"WEFT_MODE": "sideways"}, "unknown mode `sideways`"),
     ],
 )
 def test_bad_values_are_named(env, message):
     with pytest.raises(ConfigError, match=message):
-        load_settings(None, env)
+        load_settings(TransferSettings, None, env)
 
 
 def test_unknown_settings_are_named(tmp_path):
     path = tmp_path / "weft.toml"
     path.write_text("[weft]\nbucket_size = 3\n")
     with pytest.raises(ConfigError, match="unknown setting `bucket_size`"):
-        load_settings(path, {})
+        load_settings(Settings, path, {})
 
 
 def test_transfer_settings_take_names_and_refuse_what_cannot_be():

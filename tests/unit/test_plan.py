@@ -81,14 +81,14 @@ def test_a_truncated_or_padded_file_is_refused(tmp_path, keep):
         plan_file.load(path)
 
 
-@pytest.mark.parametrize("number", [1, 99])
+@pytest.mark.parametrize("number", [1, 2, 99])
 def test_another_format_version_is_refused(tmp_path, number):
     path = tmp_path / "a.plan"
     plan_file.save(small_plan(), path)
     data = bytearray(path.read_bytes())
     struct.pack_into("<I", data, 8, number)
     path.write_bytes(data)
-    with pytest.raises(PlanError, match=rf"a\.plan`: format version {number}, expected 2") as caught:
+    with pytest.raises(PlanError, match=rf"a\.plan`: format version {number}, expected 3") as caught:
         plan_file.load(path)
     assert "weft plan" in caught.value.hint
 
@@ -262,7 +262,15 @@ def test_hostile_columns_are_refused_without_a_traceback(tmp_path, monkeypatch, 
 
 
 @pytest.mark.parametrize(
-    "change", [{"num_replicas": "x"}, {"settings": {"chunk_bytes": 0}}, {"columns": []}, {"engine": 3}]
+    "change",
+    [
+        {"num_replicas": "x"},
+        {"settings": {"chunk_bytes": 1}},
+        {"memory": {"trainer": "cpu", "engine": []}},
+        {"memory": "cpu"},
+        {"columns": []},
+        {"engine": 3},
+    ],
 )
 def test_hostile_headers_are_refused_without_a_traceback(tmp_path, monkeypatch, change):
     plan, real = small_plan(), plan_file._header

@@ -11,6 +11,7 @@ import pytest
 from tests.support.executor import execute, random_checkpoint, same_bits
 from tests.support.planned_members import engine_joins, held, holding, join, trainer_joins
 from tests.support.tiny import tiny_model
+from weft.config import Settings, TransferSettings
 from weft.core.case import Case, plan_case
 from weft.core.geometry.scaling import Scaling
 from weft.core.plans import plan_file
@@ -20,12 +21,22 @@ from weft.core.version import CommitPolicy
 from weft.errors import ConfigError, LayoutError, PlanError
 from weft.runtime.compile.following import follow_plan
 from weft.runtime.controller.controller import Controller
+from weft.runtime.controller.planning import Planning
 
 FAMILIES = ["qwen3", "qwen2-tied", "qwen3-moe", "deepseek", "gpt2"]
 
 
 def saved(
-    model="qwen3", *, trainer="hsdp2x2", engine="tp2", replicas=1, dtype="bf16", policy="round_robin", gather="none"
+    model="qwen3",
+    *,
+    trainer="hsdp2x2",
+    engine="tp2",
+    replicas=1,
+    dtype="bf16",
+    policy="round_robin",
+    gather="none",
+    memory="cpu",
+    **settings,
 ):
     case = Case(
         model=model,
@@ -35,8 +46,9 @@ def saved(
         dtype=dtype,
         policy=policy,
         gather=gather,
+        memory=memory,
     )
-    return plan_case(case, model=tiny_model(model))
+    return plan_case(case, model=tiny_model(model), settings=Settings(**settings))
 
 
 def followed(plan: Plan, trainers=None, engines=None, *, as_boxes=True) -> Plan:
@@ -248,6 +260,23 @@ def test_a_plan_for_other_numbers_of_members_is_refused_at_start():
         controller(plan=plan)
     assert caught.value.hint == "--trainers 2 --engine-ranks 4 --ranks-per-engine 2"
     controller(plan=plan, num_engine_ranks=4).close()
+
+
+def test_a_plan_fixes_how_bytes_travel():
+    plan = saved(trainer="ddp2", mode="in_place", window_bytes=1 << 20)
+    planning = {"policy": None, "topology": None, "ignore": (), "plan": plan}
+    transfer = TransferSettings(silence_s=9.0, window_bytes=1 << 20)
+    assert Planning.of(**planning, transfer=transfer).transfer == replace(transfer, mode="in_place")
+    with pytest.raises(ConfigError) as caught:
+        Planning.of(**planning, transfer=TransferSettings(mode="patch", delta="on", window_bytes=2 << 20))
+    told = "mode is patch, the plan has in_place; delta is on, the plan has off; window_bytes is 2097152, the plan has "
+    assert str(caught.value) == f"settings differ from the saved plan: {told}1048576"
+    assert "make the plan again" in caught.value.hint
+
+
+def test_weights_in_another_kind_of_memory_are_a_difference():
+    told = differences(saved(memory="cuda,cpu"), None, None)
+    assert told == "trainers: weights are in cpu memory, the plan has them in cuda memory (--memory)"
 
 
 def test_a_plan_or_its_file_and_a_cluster_or_its_name_are_taken(tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -10,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from weft.cli.output import progress
-from weft.config import load_settings
+from weft.config import DeltaPolicy, Settings, load_settings
 from weft.core.case import Case, plan_case
 from weft.core.layouts.layout_file import is_layout_file
 from weft.core.models.catalog import load_model
@@ -45,6 +46,14 @@ Ignore = Annotated[
     list[str] | None,
     typer.Option(help="Trainer tensor that no engine uses, by name or pattern such as 'visual.*'; may be repeated."),
 ]
+Memory = Annotated[
+    str, typer.Option(help="Where members have their weights: cuda (default) or cpu; cpu,cuda: trainers, engines.")
+]
+Mode = Annotated[str, typer.Option(help="Receiver mode: shadow (default), in_place, or patch (needs --delta).")]
+Delta = Annotated[
+    bool | None, typer.Option("--delta/--no-delta", help="Send only what changed since the version each engine serves.")
+]
+TransportName = Annotated[str, typer.Option("--transport", help="Transport: auto (default), or one for every link.")]
 Load = Annotated[Path | None, typer.Option(help="Use a saved plan file instead of planning.")]
 ConfigFile = Annotated[Path | None, typer.Option("--config", help="TOML file with a [weft] table of settings.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")]
@@ -65,6 +74,7 @@ class CaseOptions:
     policy: str
     gather: str
     ignore: tuple[str, ...] = ()
+    memory: str = ""
 
     def typed(self) -> dict[str, Any]:
         """What was given besides the name."""
@@ -103,15 +113,26 @@ def one_name(name: str, model: str) -> str:
     return name or model
 
 
-def make_or_load(asked: CaseOptions, load: Path | None, config: Path | None) -> tuple[Plan, float]:
-    """The plan that was asked for, and the seconds it took."""
+def typed_settings(*, mode: str = "", delta: bool | None = None, transport: str = "") -> dict[str, Any]:
+    """Settings as typed; what was not typed is left out."""
+    policy = None if delta is None else DeltaPolicy.ON if delta else DeltaPolicy.OFF
+    given = {"mode": mode or None, "delta": policy, "transport": transport or None}
+    return {name: value for name, value in given.items() if value is not None}
+
+
+def make_or_load(
+    asked: CaseOptions, load: Path | None, config: Path | None, given: Mapping[str, Any]
+) -> tuple[Plan, float]:
+    """The plan that was asked for, with the settings given, and the seconds it took."""
     started = time.perf_counter()
     with progress() as on_progress:
         if load is not None:
-            if asked.name or asked.typed() or config is not None:
+            if asked.name or asked.typed() or given or config is not None:
                 raise ConfigError("--load together with a case", hint="a plan file already contains its whole case")
             on_progress(f"loading {load}")
             plan = plan_file.load(load)
         else:
-            plan = plan_case(asked.case(), settings=load_settings(config), on_progress=on_progress)
+            plan = plan_case(
+                asked.case(), settings=load_settings(Settings, config, given=given), on_progress=on_progress
+            )
     return plan, time.perf_counter() - started

@@ -15,9 +15,19 @@ from typing import Annotated
 import typer
 from rich.markup import escape
 
-from weft.cli.case_options import Ignore, Json, PolicyName, TopologyName
+from weft.cli.case_options import (
+    ConfigFile,
+    Delta,
+    Ignore,
+    Json,
+    Mode,
+    PolicyName,
+    TopologyName,
+    TransportName,
+    typed_settings,
+)
 from weft.cli.output import err, print_json
-from weft.config import DeltaPolicy, DigestPolicy, TransferSettings
+from weft.config import DigestPolicy, TransferSettings, load_settings
 from weft.core.version import CommitPolicy
 from weft.observe.metrics import serve_metrics
 from weft.runtime.control.security import security_in
@@ -31,25 +41,32 @@ def controller_command(
     ranks_per_engine: Annotated[int, typer.Option(help="Ranks of one engine; they commit at the same step.")] = 1,
     bind: Annotated[str, typer.Option(help="Address to listen on.")] = "tcp://127.0.0.1:7070",
     quorum: Annotated[int, typer.Option(help="Engines that must be ready before a version commits; 0: all.")] = 0,
-    mode: Annotated[
-        str, typer.Option(help="Receiver mode: shadow, in_place (no extra memory), or patch (needs --delta).")
-    ] = "shadow",
-    delta: Annotated[bool, typer.Option(help="Send only what changed since the version each engine serves.")] = False,
-    anchor_every: Annotated[int, typer.Option(help="With --delta: one version in this many is sent whole.")] = 20,
+    mode: Mode = "",
+    delta: Delta = None,
+    anchor_every: Annotated[
+        int | None, typer.Option(help="With --delta: one version in this many is sent whole; 20 by default.")
+    ] = None,
     compression: Annotated[
-        str, typer.Option(help="With --delta: compression, none or zstd (for slow links).")
-    ] = "none",
+        str, typer.Option(help="With --delta: compression, none (default) or zstd (for slow links).")
+    ] = "",
     staging: Annotated[
-        str, typer.Option(help="none, or cpu: trainers send from a copy in host memory while they train.")
-    ] = "none",
+        str, typer.Option(help="none (default), or cpu: trainers send from a copy in host memory while they train.")
+    ] = "",
     allow_nonfinite: Annotated[
-        bool, typer.Option(help="Quantise NaN and infinities instead of refusing them.")
-    ] = False,
-    transport: Annotated[str, typer.Option(help="Transport: auto, or one name for every link.")] = "auto",
-    allow_fallback: Annotated[bool, typer.Option(help="Use a slower transport where the intended one fails.")] = False,
-    digest: Annotated[bool, typer.Option(help="Verify every version by digests.")] = True,
-    silence_s: Annotated[float, typer.Option(help="Seconds of silence after which a member is lost.")] = 5.0,
-    version_s: Annotated[float, typer.Option(help="Seconds after which an unfinished version is aborted.")] = 60.0,
+        bool | None, typer.Option(help="Quantise NaN and infinities instead of refusing them.")
+    ] = None,
+    transport: TransportName = "",
+    allow_fallback: Annotated[
+        bool | None, typer.Option(help="Use a slower transport where the intended one fails.")
+    ] = None,
+    digest: Annotated[bool | None, typer.Option(help="Verify every version by digests (default).")] = None,
+    silence_s: Annotated[
+        float | None, typer.Option(help="Seconds of silence after which a member is lost; 5 by default.")
+    ] = None,
+    version_s: Annotated[
+        float | None, typer.Option(help="Seconds after which an unfinished version is aborted; 60 by default.")
+    ] = None,
+    config: ConfigFile = None,
     policy: PolicyName = "",
     topology: TopologyName = "",
     ignore: Ignore = None,
@@ -69,19 +86,19 @@ def controller_command(
     as_json: Json = False,
 ) -> None:
     """Wait for members, make the plan, decide versions. Ctrl-C stops it and prints a summary."""
-    settings = TransferSettings(
-        mode=mode,  # type: ignore[arg-type]  # checked there
-        digest=DigestPolicy.ON if digest else DigestPolicy.OFF,
-        delta=DeltaPolicy.ON if delta else DeltaPolicy.OFF,
-        anchor_every=anchor_every,
-        compression=compression,  # type: ignore[arg-type]
-        staging=staging,  # type: ignore[arg-type]
-        allow_nonfinite=allow_nonfinite,
-        transport=transport,
-        allow_fallback=allow_fallback,
-        silence_s=silence_s,
-        version_s=version_s,
-    )
+    typed = {
+        "anchor_every": anchor_every,
+        "compression": compression or None,
+        "staging": staging or None,
+        "allow_nonfinite": allow_nonfinite,
+        "allow_fallback": allow_fallback,
+        "digest": None if digest is None else DigestPolicy.ON if digest else DigestPolicy.OFF,
+        "silence_s": silence_s,
+        "version_s": version_s,
+    }
+    given = typed_settings(mode=mode, delta=delta, transport=transport)
+    given |= {name: value for name, value in typed.items() if value is not None}
+    settings = load_settings(TransferSettings, config, given=given)
     _log_to_stderr()
     stop = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):

@@ -11,12 +11,15 @@ import typer
 from weft.cli.case_options import (
     CaseOptions,
     ConfigFile,
+    Delta,
     Dtype,
     Engine,
     GatherName,
     Ignore,
     Json,
     Load,
+    Memory,
+    Mode,
     Model,
     Name,
     Placement,
@@ -25,8 +28,10 @@ from weft.cli.case_options import (
     TopologyName,
     Trainer,
     TrainerDtype,
+    TransportName,
     make_or_load,
     one_name,
+    typed_settings,
 )
 from weft.cli.output import err, gb, print_json, show_facts
 from weft.core.plans import plan_file
@@ -52,6 +57,10 @@ def plan_command(
     policy: PolicyName = "",
     gather: GatherName = "",
     ignore: Ignore = None,
+    memory: Memory = "",
+    mode: Mode = "",
+    delta: Delta = None,
+    transport: TransportName = "",
     load: Load = None,
     config: ConfigFile = None,
     tensor: Annotated[str, typer.Option("--explain", help="Show how the tensor of this name travels.")] = "",
@@ -73,8 +82,9 @@ def plan_command(
         policy,
         gather,
         tuple(ignore or ()),
+        memory,
     )
-    plan, plan_s = make_or_load(asked, load, config)
+    plan, plan_s = make_or_load(asked, load, config, typed_settings(mode=mode, delta=delta, transport=transport))
     if svg is not None:
         write_picture(plan, svg)
         err.print(f"drew {svg}")

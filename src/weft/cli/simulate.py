@@ -17,6 +17,7 @@ from weft.cli.case_options import (
     Ignore,
     Json,
     Load,
+    Memory,
     Model,
     Name,
     Placement,
@@ -25,8 +26,10 @@ from weft.cli.case_options import (
     TopologyName,
     Trainer,
     TrainerDtype,
+    TransportName,
     make_or_load,
     one_name,
+    typed_settings,
 )
 from weft.cli.output import err, gb, print_json, progress, show_facts
 from weft.cli.report import ReportFile, save_report
@@ -55,11 +58,13 @@ def simulate_command(
     policy: PolicyName = "",
     gather: GatherName = "",
     ignore: Ignore = None,
+    memory: Memory = "",
     load: Load = None,
     config: ConfigFile = None,
     mode: Annotated[
-        str, typer.Option(help="Receiver mode: shadow, in_place, or patch with --delta-density.")
-    ] = "shadow",
+        str, typer.Option(help="Receiver mode: shadow (default), in_place, or patch with --delta-density.")
+    ] = "",
+    transport: TransportName = "",
     delta_density: Annotated[
         float | None, typer.Option(help="Send patches; the fraction of the engine's elements that changes.")
     ] = None,
@@ -89,8 +94,10 @@ def simulate_command(
         policy,
         gather,
         tuple(ignore or ()),
+        memory,
     )
-    plan, _ = make_or_load(asked, load, config)
+    given = typed_settings(mode=mode, delta=None if delta_density is None else True, transport=transport)
+    plan, _ = make_or_load(asked, load, config, {} if load is not None else given)
     preset = PRESETS.get(asked.name)
     if offloaded is None:
         offloaded = preset is not None and preset.offloaded
@@ -98,7 +105,12 @@ def simulate_command(
         raise ConfigError(
             "--beside-gather needs a published run without other options", hint=f"use one of {', '.join(PRESETS)}"
         )
-    options = Options(mode=ReceiverMode(mode), offloaded=offloaded, skew_s=skew_ms / 1e3, delta_density=delta_density)
+    options = Options(
+        mode=ReceiverMode(mode) if mode else None,
+        offloaded=offloaded,
+        skew_s=skew_ms / 1e3,
+        delta_density=delta_density,
+    )
     with progress() as on_progress:
         on_progress("simulating")
         prediction = simulate(plan, options=options, record=trace is not None or report_file is not None)
@@ -132,7 +144,7 @@ def simulate_command(
 
 def _check_options(mode: str, delta_density: float | None, skew_ms: float) -> None:
     """Raises ConfigError for options the simulator cannot take."""
-    if mode not in list(ReceiverMode):
+    if mode and mode not in list(ReceiverMode):
         raise ConfigError(f"unknown mode `{mode}`", hint=f"use {' or '.join(ReceiverMode)}")
     if mode == ReceiverMode.PATCH and delta_density is None:
         raise ConfigError("mode `patch` without patches", hint="give the fraction that changes: --delta-density 0.01")

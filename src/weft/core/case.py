@@ -20,7 +20,7 @@ from weft.core.models.model import Model
 from weft.core.planner import make_plan, parse_policy
 from weft.core.plans.plan import Plan
 from weft.core.recipe import Recipe
-from weft.core.topology import Cluster, Topology, load_topology, with_placement
+from weft.core.topology import CPU, CUDA, Cluster, Topology, load_topology, with_placement
 from weft.errors import ConfigError
 
 
@@ -47,6 +47,8 @@ class Case:
     """`mesh` or `world` to plan like systems that gather first; `rank0` always gathers the world."""
     ignore: tuple[str, ...] = ()
     """Names or patterns (`visual.*`) of trainer tensors that no engine uses."""
+    memory: str = CUDA
+    """Where members have their weights: `cuda` or `cpu`; `cpu,cuda` for trainers and engines."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,6 +69,7 @@ def plan_case(
     on_progress: Callable[[str], None] = lambda _: None,
 ) -> Plan:
     """The proven plan of a case. `model` saves loading it again."""
+    trainer_memory, engine_memory = memory_kinds(case.memory)
     sides = lay_out(case, model=model, on_progress=on_progress)
     return make_plan(
         trainer=sides.trainer,
@@ -74,11 +77,21 @@ def plan_case(
         topology=sides.topology,
         policy=parse_policy(case.policy),
         settings=settings,
+        trainer_memory=trainer_memory,
+        engine_memory=engine_memory,
         model=sides.model.name,
         gathered=_gathering(case) is not Gather.NONE,
         ignore=case.ignore,
         on_progress=on_progress,
     )
+
+
+def memory_kinds(text: str) -> tuple[str, str]:
+    """The kinds of memory of trainers and engines."""
+    kinds = text.split(",")
+    if len(kinds) > 2 or not set(kinds) <= {CPU, CUDA}:
+        raise ConfigError(f"unknown memory `{text}`", hint="cuda, cpu, or cpu,cuda for trainers and engines")
+    return kinds[0], kinds[-1]
 
 
 def lay_out(case: Case, *, model: Model | None = None, on_progress: Callable[[str], None] = lambda _: None) -> Sides:

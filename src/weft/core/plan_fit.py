@@ -51,6 +51,8 @@ def fit_plan(saved: Plan, *, trainer: Layout, recipe: Recipe, problems: tuple[st
         topology=saved.topology,
         policy=Policy.RANK0,  # its choice is replaced below
         settings=saved.settings,
+        trainer_memory=saved.trainer_memory,
+        engine_memory=saved.engine_memory,
         model=saved.model,
         gathered=saved.gathered,
         ignore=ignored,

@@ -25,7 +25,7 @@ from weft.core.layout import Layout, tensors_of
 from weft.core.plans.plan import Plan, piece_sources, route_boxes, scale_name
 from weft.core.plans.proof import prove
 from weft.core.recipe import Op, Recipe, ignored_tensors, to_destination_dims, to_source_dims, widen
-from weft.core.topology import Topology
+from weft.core.topology import CUDA, Topology
 from weft.errors import ConfigError, LayoutError, PlanError
 
 MAX_ROUTES = 200_000_000
@@ -45,6 +45,8 @@ def make_plan(
     topology: Topology,
     policy: Policy | str = Policy.BALANCED,
     settings: Settings | None = None,
+    trainer_memory: str = CUDA,
+    engine_memory: str = CUDA,
     model: str = "",
     gathered: bool = False,
     ignore: Sequence[str] = (),
@@ -53,6 +55,7 @@ def make_plan(
     """The routing plan; raises if the two sides do not fit, never returns an unproven plan.
 
     `ignore` are names or patterns (`visual.*`) of trainer tensors that no engine uses; they are not part of the plan.
+    `trainer_memory` and `engine_memory`: where they have their weights, `cuda` or `cpu`.
 
     >>> import weft
     >>> w = weft.Tensor(name="w", dtype="bf16", shape=(8, 4))
@@ -84,6 +87,8 @@ def make_plan(
         recipe=recipe,
         topology=topology,
         settings=settings,
+        trainer_memory=trainer_memory,
+        engine_memory=engine_memory,
         piece=piece,
         shard=shard,
         dst_lo=dst_lo,

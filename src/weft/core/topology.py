@@ -52,6 +52,8 @@ class Nic:
         return self.gbps * 1e9 / 8
 
 
+CPU, CUDA = "cpu", "cuda"
+"""Kinds of memory that members have their weights in."""
 DEFAULT_OP_US = 10.0
 """Cost of one write beyond its bytes, where a topology has none (measured with NIXL on an H200: 8 to 12)."""
 OP_US = {("cma", "cpu"): 0.1, ("nixl", "cpu"): 1.2}

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from weft.config import ReceiverMode
+from weft.config import DeltaPolicy, ReceiverMode
 from weft.core.geometry.boxes import Ints
 from weft.core.layout import DTYPE_BYTES
 from weft.core.plans.plan import Plan
@@ -50,7 +50,8 @@ class Barrier(enum.StrEnum):
 class Options:
     """How the update is run."""
 
-    mode: ReceiverMode = ReceiverMode.SHADOW
+    mode: ReceiverMode | None = None
+    """Where versions land; None: as the plan says."""
     offloaded: bool = False
     """Whether the trainer's weights are in host memory when the update starts."""
     skew_s: float = 0.0
@@ -59,6 +60,12 @@ class Options:
     """What a later phase waits for."""
     delta_density: float | None = None
     """Fraction of the engine's elements that change between versions; None: versions are sent whole."""
+
+    def applied_to(self, plan: Plan) -> Plan:
+        """The plan that a controller would make for such an update."""
+        delta = plan.settings.delta if self.delta_density is None else DeltaPolicy.ON
+        settings = replace(plan.settings, mode=self.mode or plan.settings.mode, delta=delta)
+        return plan if settings == plan.settings else replace(plan, settings=settings)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,12 +116,15 @@ def simulate(
     True
     """
     options, costs = options or Options(), costs or StageCosts()
-    sized = plan.settings
-    if plan.total_bytes > MAX_CHUNKS * sized.chunk_bytes:
-        coarse = plan.total_bytes // MAX_CHUNKS
-        sized = replace(sized, chunk_bytes=coarse, max_staging_bytes=max(sized.max_staging_bytes, 2 * coarse))
-    schedule = make_schedule(replace(plan, settings=sized), phase_of_row=phase_of_row)
+    plan = options.applied_to(plan)
+    chunk_bytes = 0 if _is_small(plan) else plan.total_bytes // MAX_CHUNKS
+    schedule = make_schedule(plan, phase_of_row=phase_of_row, chunk_bytes=chunk_bytes)
     return _SimulatedUpdate(plan, schedule, options, costs, prepare).prediction(Recorder() if record else None)
+
+
+def _is_small(plan: Plan) -> bool:
+    """Whether there are not too many Chunks to simulate each."""
+    return bool((plan.pair_bytes / plan.links.chunk_bytes).sum() <= MAX_CHUNKS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,6 +144,7 @@ def simulate_rank(
 ) -> RankPrediction:
     """Predict the work of one trainer or engine rank, without control messages and exchanges with others."""
     options, costs = options or Options(), costs or StageCosts()
+    plan = options.applied_to(plan)
     schedule = make_schedule(plan)
     mine = (schedule.sender if side == "trainer" else schedule.receiver) == rank
     update = _SimulatedUpdate(plan, schedule.only(mine), options, costs, None)
@@ -280,7 +291,7 @@ class _SimulatedUpdate:
         return Prediction(
             predicted_s=predicted_s,
             transfer_s=transfer_s,
-            pause_s=predicted_s if options.mode is ReceiverMode.IN_PLACE else commit_s + costs.control_s,
+            pause_s=predicted_s if plan.settings.mode is ReceiverMode.IN_PLACE else commit_s + costs.control_s,
             wire_bytes=int(np.where(plan.topology.is_local, 0, plan.pair_bytes).sum() * self._sent_ratio),
             stages=self._stages(verify_s, commit_s),
             num_chunks=self._schedule.num_chunks,
@@ -313,7 +324,7 @@ class _SimulatedUpdate:
 
     def _after_transfer(self, largest: float) -> tuple[float, float]:
         """Seconds of verification and of the commit on an engine rank that receives these many bytes."""
-        plan, costs, mode = self._plan, self._costs, self._options.mode
+        plan, costs, mode = self._plan, self._costs, self._plan.settings.mode
         verify_s = largest * self._sent_ratio / (self._copy_rate * costs.digest_of_copy)
         apply_s = largest * _apply_ratio(plan, self._options.delta_density) / (self._copy_rate * costs.apply_of_copy)
         if self._options.delta_density is not None and mode is not ReceiverMode.PATCH:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from weft.core.streams.pair_links import MAPPED
+
 _CPU, _CUDA = frozenset({"cpu"}), frozenset({"cuda"})
 
 
@@ -20,17 +22,20 @@ class Capabilities:
     """Whether the target must run code for a write to land."""
     memory: frozenset[str] = _CPU
     """Kinds of memory it moves between: `cpu`, `cuda`."""
-    is_mapped: bool = False
-    """Whether the sender's own instructions write the target's memory (`weft.transport.mapped`)."""
+
+    @property
+    def is_mapped(self) -> bool:
+        """Whether the sender's own instructions write the target's memory (`weft.transport.mapped`)."""
+        return self.name in MAPPED
 
 
 CAPABILITIES = {
     record.name: record
     for record in (
-        Capabilities(name="local", one_host=True, is_mapped=True),
-        Capabilities(name="shm", one_host=True, any_memory=False, is_mapped=True),
+        Capabilities(name="local", one_host=True),
+        Capabilities(name="shm", one_host=True, any_memory=False),
         Capabilities(name="cma", one_host=True),
-        Capabilities(name="cuda_ipc", one_host=True, memory=_CUDA, is_mapped=True),
+        Capabilities(name="cuda_ipc", one_host=True, memory=_CUDA),
         Capabilities(name="nixl", memory=_CPU | _CUDA),
         Capabilities(name="mooncake", needs_target_cpu=True),
         Capabilities(name="uccl", memory=_CUDA),

@@ -98,8 +98,7 @@ def measure(
         anchor_every=1_000_000,
         version_s=300.0,
     )
-    sized = replace(plan.settings, chunk_bytes=settings.chunk_bytes, max_staging_bytes=settings.staging_bytes)
-    plan = replace(plan, settings=sized)  # as the controller would make it
+    plan = replace(plan, settings=settings.planned)  # as the controller would make it
     options = Options(offloaded=offloaded, delta_density=DENSITY if delta else None)
     expected = simulate_rank(plan, side=side, rank=rank, options=options)
     run = _Run(plan, side, rank, device, settings, repeat, say)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,14 +11,13 @@ import numpy as np
 from weft.core.geometry.boxes import Ints
 from weft.core.plans.plan import Plan
 from weft.core.recipe import Op
-from weft.core.streams.plan_streams import PairLinks
-from weft.core.streams.stream import Path
+from weft.core.streams.stream import Path, paths_of
 from weft.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Explanation:
-    """One row of a plan: the same boxes, to one or more engine ranks."""
+    """One row of a plan: the same boxes, to one or more engine ranks, in the same way."""
 
     tensor: str
     receivers: tuple[int, ...]
@@ -49,44 +49,49 @@ def explain(plan: Plan, name: str) -> list[Explanation]:
         raise ConfigError(f"the plan has no tensor `{name}`", hint=hint)
     written = np.isin(plan.dst, engine_rows)
     read = np.isin(plan.trainer.tensor_of[plan.shard], source_rows)
-    return [_row(plan, int(row)) for row in np.flatnonzero(written | read)]
+    return [found for row in np.flatnonzero(written | read).tolist() for found in _rows(plan, row)]
 
 
-def _row(plan: Plan, row: int) -> Explanation:
+def _rows(plan: Plan, row: int) -> Iterator[Explanation]:
+    """One explanation for each way in which a row travels: links may differ."""
     tensor = plan.recipe.engine.tensors[plan.dst[row]]
     shard = int(plan.shard[row])
     source = plan.trainer.tensors[plan.trainer.tensor_of[shard]]
     routes = slice(plan.first[row], plan.first[row + 1])
-    path, num_writes = _travels(plan, row, routes)
-    return Explanation(
-        tensor=tensor.name,
-        receivers=_ints(plan.receiver[routes]),
-        dst_lo=_ints(plan.dst_lo[row])[: len(tensor.shape)],
-        extent=_ints(plan.extent[row])[: len(tensor.shape)],
-        op=Op(int(plan.recipe.op[plan.piece[row]])).name.lower(),
-        source=source.name,
-        src_lo=_ints(plan.src_lo[row])[: len(source.shape)],
-        axes=_ints(plan.recipe.axes[plan.piece[row]])[: len(tensor.shape)],
-        holders=_ints(plan.trainer.groups.of(int(plan.trainer.group_of[shard]))),
-        senders=_ints(plan.sender[routes]),
-        path=path,
-        num_bytes=int(plan.row_bytes[row]),
-        num_writes=num_writes,
+    receivers, senders = plan.receiver[routes], plan.sender[routes]
+    path, num_writes = _travels(plan, row, senders, receivers)
+    for way in np.unique(np.stack([path, num_writes], axis=1), axis=0).tolist():
+        alike = (path == way[0]) & (num_writes == way[1])
+        yield Explanation(
+            tensor=tensor.name,
+            receivers=_ints(receivers[alike]),
+            dst_lo=_ints(plan.dst_lo[row])[: len(tensor.shape)],
+            extent=_ints(plan.extent[row])[: len(tensor.shape)],
+            op=Op(int(plan.recipe.op[plan.piece[row]])).name.lower(),
+            source=source.name,
+            src_lo=_ints(plan.src_lo[row])[: len(source.shape)],
+            axes=_ints(plan.recipe.axes[plan.piece[row]])[: len(tensor.shape)],
+            holders=_ints(plan.trainer.groups.of(int(plan.trainer.group_of[shard]))),
+            senders=_ints(senders[alike]),
+            path=Path(way[0]).name.lower(),
+            num_bytes=int(plan.row_bytes[row]),
+            num_writes=way[1],
+        )
+
+
+def _travels(plan: Plan, row: int, senders: Ints, receivers: Ints) -> tuple[Ints, Ints]:
+    """How a row travels to each receiver, and its own writes, if any."""
+    links, boxes = plan.links, plan.row_boxes
+    pair = senders, receivers
+    run_bytes = int(boxes.run_bytes(lands_in_stream=links.lands_in_stream)[row])
+    path = paths_of(
+        is_copy=np.full(len(senders), boxes.op[row] == Op.COPY and not links.is_kept),
+        run_bytes=np.full(len(senders), run_bytes),
+        is_mapped=links.is_mapped[pair],
+        min_run_bytes=links.min_run_bytes[pair],
     )
-
-
-def _travels(plan: Plan, row: int, routes: slice) -> tuple[str, int]:
-    """How a row travels (`direct` inside a link domain, else `zero_copy` or `packed`), and its own writes, if any."""
-    links = PairLinks.planned(plan.topology, plan.settings)
-    if links.is_mapped[plan.sender[routes], plan.receiver[routes]].all():
-        return Path.DIRECT.name.lower(), 0
-    boxes = plan.row_boxes
-    run_bytes = int(boxes.run_bytes(lands_in_stream=True)[row])
-    is_long = boxes.op[row] == Op.COPY and run_bytes >= int(links.min_run_bytes[0, 0])
-    if not is_long:
-        return Path.PACKED.name.lower(), 0
-    writes_per_run = -(-run_bytes // int(links.chunk_bytes.min()))
-    return Path.ZERO_COPY.name.lower(), int(plan.row_bytes[row]) // run_bytes * writes_per_run
+    writes_per_run = -(-run_bytes // links.chunk_bytes[pair])
+    return path, np.where(path == Path.ZERO_COPY, int(plan.row_bytes[row]) // run_bytes * writes_per_run, 0)
 
 
 def _ints(values: Ints) -> tuple[int, ...]:

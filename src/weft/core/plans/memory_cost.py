@@ -12,13 +12,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from weft.config import TransferSettings
-from weft.core.geometry.alignment import aligned
 from weft.core.geometry.boxes import Ints
 from weft.core.plans.plan import Plan
-
-SMALLEST_PATCH_ROOM = 64 << 10
-"""Per link: patches of few elements are mostly headers."""
+from weft.core.streams.landing_areas import landing_room, patch_room
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,31 +26,27 @@ class MemoryCost:
     staging_host_bytes: int
     delta_bytes: int
     """Of a trainer, with `delta`: memory of the device, or of the host with `staging="cpu"`."""
+    landing_bytes: int
+    """Of an engine rank, in the plan's mode: a second copy in mode `shadow`, otherwise the window."""
     shadow_bytes: int
-    """Of an engine rank, in mode `shadow`."""
+    """Of an engine rank, if it were mode `shadow`."""
     patch_bytes: int
-    """Of an engine rank, with `delta` and the default share; the window comes on top."""
-
-
-def patch_room(wire_bytes: Ints, share: float) -> Ints:
-    """Room for patches on an engine rank, for links that carry so many bytes in a version that is sent whole."""
-    room = np.maximum((wire_bytes * share).astype(np.int64), SMALLEST_PATCH_ROOM)
-    return np.where(wire_bytes > 0, aligned(room), 0)
+    """Of an engine rank, with `delta`; the window, or the second copy, comes on top."""
 
 
 def memory_cost(plan: Plan) -> MemoryCost:
     """Memory needed on top of the weights themselves."""
     images = image_bytes(plan)
     chunks = plan.chunks
-    patches = patch_room(chunks.pair_sum(chunks.num_bytes, plan.pair_bytes.shape), TransferSettings().patch_share)
-    landing = np.bincount(chunks.receiver, weights=chunks.room, minlength=plan.topology.num_engines)
-    received = int(landing.max(initial=0))
+    patches = patch_room(chunks.pair_sum(chunks.num_bytes, plan.pair_bytes.shape), plan.settings.patch_share)
+    streams = np.bincount(chunks.receiver, weights=chunks.room, minlength=plan.topology.num_engines)
     host = plan.topology.host_of(plan.topology.trainer_device)
     return MemoryCost(
         staging_bytes=int(images.max(initial=0)),
         staging_host_bytes=int(np.bincount(host, weights=images).max(initial=0)),
         delta_bytes=2 * int(images.max(initial=0)),
-        shadow_bytes=received,
+        landing_bytes=int(landing_room(plan.links, chunks).sum(axis=0).max(initial=0)),
+        shadow_bytes=int(streams.max(initial=0)),
         patch_bytes=int(patches.sum(axis=0).max(initial=0)),
     )
 

@@ -23,9 +23,10 @@ from weft.core.geometry.scaling import SCALE_SUFFIX, cut_blocks
 from weft.core.layout import Layout
 from weft.core.recipe import Op, Recipe, to_destination_dims, to_source_dims
 from weft.core.streams.exchange import ScaleGroups
-from weft.core.streams.plan_streams import PairLinks, PlanChunks, plan_chunks
+from weft.core.streams.pair_links import PairLinks, Wiring
+from weft.core.streams.plan_streams import PlanChunks, plan_chunks
 from weft.core.streams.row_boxes import RowBoxes
-from weft.core.topology import Topology
+from weft.core.topology import CUDA, Topology
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +56,9 @@ class Plan:
     """In destination dimension order."""
     first: NDArray[np.int64]
     sender: NDArray[np.int32]
+    trainer_memory: str = CUDA
+    """Kind of memory trainers have their weights in: `cpu` or `cuda`."""
+    engine_memory: str = CUDA
     gathered: bool = False
     """Whether `trainer` describes ranks after a gather of full tensors."""
     ignored: tuple[str, ...] = ()
@@ -106,9 +110,14 @@ class Plan:
         return RowBoxes.of(self, ScaleGroups.of(self))
 
     @cached_property
+    def links(self) -> PairLinks:
+        """How pairs are linked if members are where the topology says."""
+        return PairLinks.of(self, Wiring.planned(self))
+
+    @cached_property
     def chunks(self) -> PlanChunks:
-        """What is written, Chunk by Chunk, over the links the topology says there are."""
-        return plan_chunks(self, PairLinks.planned(self.topology, self.settings))
+        """What is written over these links in a version that is sent whole, Chunk by Chunk."""
+        return plan_chunks(self, self.links)
 
     @cached_property
     def pair_writes(self) -> NDArray[np.int64]:

@@ -1,6 +1,6 @@
 """Plan files: canonical JSON header + columns, with a digest; saved, loaded, compared.
 
-Format, version 2. All integers little-endian.
+Format, version 3. All integers little-endian.
  1. 8 bytes magic `WEFTPLAN`; u32 format version; u32 header length (at most 1 GiB).
  2. Header: canonical JSON (sorted keys, no spaces): names, texts, tensor tables, topology, settings, and for every
     column its dtype, shape and stored length, in the order they follow.
@@ -32,11 +32,11 @@ from weft.core.layout import Layout, RankGroups, Tensor
 from weft.core.plans.plan import Plan
 from weft.core.plans.proof import prove
 from weft.core.recipe import Recipe
-from weft.core.topology import topology_from_mapping
+from weft.core.topology import CPU, CUDA, topology_from_mapping
 from weft.errors import PlanError, WeftError
 
 MAGIC = b"WEFTPLAN"
-VERSION = 2
+VERSION = 3
 MAX_HEADER_BYTES = 1 << 30
 MAX_COLUMN_BYTES = 1 << 34
 
@@ -172,6 +172,7 @@ def _header(plan: Plan) -> dict[str, Any]:
         "num_replicas": plan.recipe.num_replicas,
         "topology": plan.topology.to_json(),
         "settings": asdict(plan.settings),
+        "memory": {"trainer": plan.trainer_memory, "engine": plan.engine_memory},
         "columns": {name: [column.dtype.str, list(column.shape)] for name, column in _columns(plan).items()},
         **({"scaling": dict(sorted(plan.recipe.scaling.items()))} if plan.recipe.scaling else {}),
     }
@@ -240,6 +241,9 @@ def _plan(header: dict[str, Any], columns: Columns) -> Plan:
         num_engines=layouts["engine"].num_ranks,
         where="the plan's topology",
     )
+    memory = header["memory"]
+    if not {memory["trainer"], memory["engine"]} <= {CPU, CUDA}:
+        raise ValueError(f"memory of {memory}")
     return Plan(
         model=header["model"],
         policy=header["policy"],
@@ -249,6 +253,8 @@ def _plan(header: dict[str, Any], columns: Columns) -> Plan:
         recipe=recipe,
         topology=topology,
         settings=settings_from(header["settings"], where="the plan's settings"),
+        trainer_memory=memory["trainer"],
+        engine_memory=memory["engine"],
         **{name.removeprefix("route."): column for name, column in columns.items() if name.startswith("route.")},
     )
 

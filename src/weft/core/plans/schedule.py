@@ -1,9 +1,8 @@
 """Order and size of Chunks: what every sender writes when, under its staging budget.
 
-All routes of one (sender, receiver) pair form a stream, cut into Chunks of at most `chunk_bytes`
-(`weft.core.streams.plan_streams`). A sender spreads the Chunks of each stream evenly over its whole time, so that all
-its streams end together; receivers take turns, and senders start with different receivers, so that no receiver is hit
-by all senders at once. A sender holds at most `num_slots` Chunks that are packed or converted but not yet written.
+All routes of one (sender, receiver) pair form a stream, cut into Chunks (`weft.core.streams.plan_streams`), which are
+sent in the order of `weft.core.streams.send_order`. A sender holds at most `num_slots` Chunks that are packed or
+converted but not yet written.
 
     schedule = make_schedule(plan)
     schedule.of(sender=3)          # row numbers of this sender's chunks, in order
@@ -18,7 +17,8 @@ from numpy.typing import NDArray
 
 from weft.core.geometry.boxes import Ints
 from weft.core.plans.plan import Plan
-from weft.core.streams.plan_streams import PairLinks, PlanChunks, plan_chunks
+from weft.core.streams.plan_streams import PlanChunks, plan_chunks
+from weft.core.streams.send_order import due_of, turns
 from weft.core.streams.stream import Path
 
 
@@ -63,15 +63,18 @@ class Schedule:
         return range(int(self.starts[sender]), int(self.starts[sender + 1]))
 
 
-def make_schedule(plan: Plan, *, phase_of_row: Ints | None = None) -> Schedule:
-    """Cut and order a plan's bytes. `phase_of_row` splits the update into phases that follow each other."""
-    chunks = plan.chunks
-    if phase_of_row is not None:
-        chunks = plan_chunks(plan, PairLinks.planned(plan.topology, plan.settings), phase_of_row=phase_of_row)
+def make_schedule(plan: Plan, *, phase_of_row: Ints | None = None, chunk_bytes: int = 0) -> Schedule:
+    """Cut and order a plan's bytes. `phase_of_row` splits the update into phases that follow each other.
+
+    `chunk_bytes`: smallest size of a full Chunk, to have fewer of them; the plan's own Chunks by default.
+    """
+    chunks, topology = plan.chunks, plan.topology
+    if phase_of_row is not None or chunk_bytes:
+        chunks = plan_chunks(plan, plan.links.coarser(chunk_bytes), phase_of_row=phase_of_row)
     size = _stream_bytes(chunks, plan)
-    before, share = chunks.offset / size, chunks.num_bytes / size
-    turn = _turns(chunks.sender, chunks.receiver, plan)
-    order = np.lexsort((before + turn * share, chunks.phase, chunks.sender))
+    turn = turns(chunks.sender, chunks.receiver, num_trainers=topology.num_trainers, num_engines=topology.num_engines)
+    due = due_of(begin=chunks.offset, num_bytes=chunks.room, stream_bytes=size, turn=turn)
+    order = np.lexsort((due, chunks.group, chunks.phase, chunks.sender))
     sender = chunks.sender[order]
     return Schedule(
         sender=sender,
@@ -81,12 +84,18 @@ def make_schedule(plan: Plan, *, phase_of_row: Ints | None = None) -> Schedule:
         num_writes=chunks.num_writes[order].astype(np.float64),
         packed_bytes=np.where(chunks.path == Path.PACKED, chunks.num_bytes, 0)[order].astype(np.float64),
         phase=chunks.phase[order],
-        before=before[order],
-        share=share[order],
+        before=(chunks.offset / size)[order],
+        share=(chunks.room / size)[order],
         turn=turn[order],
-        starts=np.searchsorted(sender, np.arange(plan.topology.num_trainers + 1)),
-        num_slots=max(plan.settings.max_staging_bytes // plan.settings.chunk_bytes, 1),
+        starts=np.searchsorted(sender, np.arange(topology.num_trainers + 1)),
+        num_slots=_num_slots(plan, chunk_bytes),
     )
+
+
+def _num_slots(plan: Plan, chunk_bytes: int) -> int:
+    """How many of the largest Chunks a sender may hold."""
+    largest = max(int(plan.links.chunk_bytes.max(initial=1)), chunk_bytes)
+    return max(plan.settings.staging_bytes_on(plan.trainer_memory) // largest, 2)
 
 
 def _stream_bytes(chunks: PlanChunks, plan: Plan) -> NDArray[np.float64]:
@@ -94,13 +103,4 @@ def _stream_bytes(chunks: PlanChunks, plan: Plan) -> NDArray[np.float64]:
     num_pairs = plan.topology.num_trainers * plan.topology.num_engines
     stream = chunks.phase * num_pairs + chunks.sender * plan.topology.num_engines + chunks.receiver
     _, number = np.unique(stream, return_inverse=True)
-    return np.asarray(np.bincount(number, weights=chunks.num_bytes)[number], dtype=np.float64)
-
-
-def _turns(sender: Ints, receiver: Ints, plan: Plan) -> NDArray[np.float64]:
-    """Position of a receiver in its sender's round, 0 to 1: senders start evenly spread over the receivers."""
-    num_engines, num_trainers = plan.topology.num_engines, plan.topology.num_trainers
-    start = (
-        sender * num_engines // num_trainers if num_trainers >= num_engines else sender * (num_engines // num_trainers)
-    )
-    return np.asarray(((receiver - start) % num_engines + 0.5) / num_engines)
+    return np.asarray(np.bincount(number, weights=chunks.room)[number], dtype=np.float64)

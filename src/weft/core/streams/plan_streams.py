@@ -1,10 +1,9 @@
 """The Chunks of a plan: what every trainer writes to every engine rank, in how many operations.
 
-How a box travels depends on its link (`PairLinks`). Before a run they follow from the topology: pairs of one link
-domain map each other's memory, others take descriptors. The runtime makes its links from the transports it has chosen.
-Both count with the functions of `weft.core.streams.stream`, which also cut what really runs.
+How a box travels depends on its link (`weft.core.streams.pair_links`). Planner, simulator and runtime count with these
+functions, and cut with those of `weft.core.streams.stream`, which also cut what really runs.
 
-    chunks = plan_chunks(plan, PairLinks.planned(plan.topology, plan.settings))
+    chunks = plan_chunks(plan, plan.links)
 """
 
 from __future__ import annotations
@@ -15,68 +14,17 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from weft.config import Settings
 from weft.core.geometry.boxes import Ints, row_major_strides
 from weft.core.geometry.planes import num_runs
 from weft.core.recipe import Op
-from weft.core.streams.carriage import Carriage
+from weft.core.streams.pair_links import PairLinks
 from weft.core.streams.row_boxes import RowBoxes
 from weft.core.streams.stream import Path, StreamBoxes, cut_streams, paths_of
-from weft.core.topology import Topology
 
 if TYPE_CHECKING:
     from weft.core.plans.plan import Plan
 
 Int64s = NDArray[np.int64]
-LARGEST_SENT = 256 << 20
-"""Largest Chunk of links that take descriptors: long enough for any network card, and short enough to be on its way
-while the next weights are still being copied and converted."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PairLinks:
-    """How the pairs of a plan are linked, as matrices [trainer, engine]."""
-
-    is_mapped: NDArray[np.bool_]
-    """Whether the trainer's own instructions write the engine's memory."""
-    min_run_bytes: Int64s
-    """Shorter runs are packed."""
-    chunk_bytes: Int64s
-    num_slots: Int64s
-    """Of the window packed Chunks pass through; 0: none."""
-    lands_in_stream: bool = True
-    """Whether versions land in stream order; otherwise where they belong."""
-    is_kept: bool = False
-    """Whether trainers keep an image of what they send."""
-
-    @classmethod
-    def planned(cls, topology: Topology, settings: Settings) -> PairLinks:
-        """The links of a topology, before transports are known: versions land next to the live weights."""
-        shape = topology.num_trainers, topology.num_engines
-        min_run_bytes = settings.min_write_bytes or topology.min_run_bytes("nixl")
-        return cls(
-            is_mapped=topology.is_local,
-            min_run_bytes=np.full(shape, min_run_bytes),
-            chunk_bytes=chunk_sizes(topology.is_local, settings.chunk_bytes),
-            num_slots=np.zeros(shape, dtype=np.int64),
-        )
-
-    def carriage(self, trainer: int, engine: int) -> Carriage:
-        """How one link carries its stream."""
-        link = trainer, engine
-        return Carriage(
-            chunk_bytes=int(self.chunk_bytes[link]),
-            min_run_bytes=int(self.min_run_bytes[link]),
-            is_mapped=bool(self.is_mapped[link]),
-            lands_in_stream=self.lands_in_stream,
-            is_kept=self.is_kept,
-            num_slots=int(self.num_slots[link]),
-        )
-
-
-def chunk_sizes(is_mapped: NDArray[np.bool_], chunk_bytes: int) -> Int64s:
-    """The largest Chunk of every link."""
-    return np.where(is_mapped, chunk_bytes, min(chunk_bytes, LARGEST_SENT)).astype(np.int64)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,6 +35,8 @@ class PlanChunks:
     receiver: Int64s
     phase: Int64s
     path: Int64s
+    group: Int64s
+    """The last group of scales any of its boxes waits for; -1: none."""
     num_bytes: Int64s
     """Bytes that travel."""
     payload: Int64s
@@ -161,6 +111,7 @@ def _sender_chunks(
         "receiver": to,
         "phase": chunks.stream // num_engines,
         "path": chunks.path,
+        "group": chunks.group,
         "num_bytes": np.where(is_whole, chunks.num_bytes, chunks.payload),
         "payload": chunks.payload,
         "room": chunks.num_bytes,

@@ -6,7 +6,7 @@ the names the plan gives them (`qkv_proj.weight`). For the latter, the plan know
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -17,7 +17,7 @@ from weft.core.layouts.box_recipe import TakenBoxes
 from weft.core.plan_fit import fit_plan
 from weft.core.plans.plan import Plan
 from weft.core.recipe import Op, Piece, Recipe, padding_piece
-from weft.runtime.compile.matching import Matched, side_of, trainer_layout
+from weft.runtime.compile.matching import Matched, memory_of, side_of, trainer_layout
 from weft.runtime.control.held import HeldShard
 from weft.runtime.control.messages import Join
 
@@ -43,8 +43,17 @@ def follow_plan(
         saved,
         trainer=trainer_layout(holding, set(saved.recipe.sources), num_ranks=len(trainers), check=False),
         recipe=replace(recipe, num_replicas=len(engines) // ranks_per_engine),
-        problems=tuple(matched.shape_problems(boxes).values()),
+        problems=(*_memory_problems(saved, trainers, engines), *matched.shape_problems(boxes).values()),
     )
+
+
+def _memory_problems(saved: Plan, trainers: Mapping[int, Join], engines: Mapping[int, Join]) -> Iterator[str]:
+    """Sides with their weights in another kind of memory: Chunks, and what is packed, depend on it."""
+    sides = (("trainers", saved.trainer_memory, trainers), ("engine ranks", saved.engine_memory, engines))
+    for side, planned, joins in sides:
+        found = memory_of(joins)
+        if found != planned:
+            yield f"{side}: weights are in {found} memory, the plan has them in {planned} memory (--memory)"
 
 
 def _boxes_by_rank(taken: TakenBoxes, ranks: Iterable[int]) -> tuple[dict[int, list[Tensor]], dict[int, list[Piece]]]:

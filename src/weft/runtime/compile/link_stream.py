@@ -24,6 +24,7 @@ from weft.core.geometry.boxes import contiguous_run, row_major_strides
 from weft.core.geometry.planes import PlaneColumns, Planes, num_runs, planes_of
 from weft.core.recipe import Op
 from weft.core.streams.carriage import Carriage
+from weft.core.streams.send_order import Floats, due_of
 from weft.core.streams.stream import UNIT_ALIGN, Path, StreamBoxes, cut_streams, paths_of
 from weft.runtime.compile.link_boxes import LinkBoxes
 
@@ -92,11 +93,6 @@ class LinkStream:
         return aligned(int(self.chunks.num_bytes[self.num_straight :].max(initial=0)))
 
     @property
-    def window_bytes(self) -> int:
-        """Bytes the link needs in the engine's window."""
-        return min(self.carriage.num_slots, self.num_packed) * self.slot_bytes
-
-    @property
     def credits_needed(self) -> list[int]:
         """Bytes the engine must have drained before each packed Chunk may be written; empty without a window."""
         if not self.carriage.num_slots:
@@ -104,6 +100,12 @@ class LinkStream:
         drained = np.cumsum(self.chunks.num_bytes[self.num_straight :])
         before = np.zeros(min(self.carriage.num_slots, self.num_packed), dtype=np.int64)
         return np.concatenate([before, drained])[: self.num_packed].tolist()
+
+    def packed_due(self, turn: float) -> Floats:
+        """When packed Chunks are due (`weft.core.streams.send_order`), for a link with this turn."""
+        packed = slice(self.num_straight, None)
+        begin, num_bytes = self.chunks.begin[packed], self.chunks.num_bytes[packed]
+        return due_of(begin=begin, num_bytes=num_bytes, stream_bytes=self.num_bytes, turn=turn)
 
     def slot(self, chunk: int) -> int:
         """Where a packed Chunk lies in the link's part of the window."""

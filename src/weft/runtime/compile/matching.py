@@ -27,6 +27,7 @@ from weft.core.planner import make_plan
 from weft.core.plans.plan import Plan
 from weft.core.recipe import Op, Recipe, ignored_tensors
 from weft.core.topology import Cluster, Seat, place_members
+from weft.devices import memory_kind
 from weft.errors import LayoutError
 from weft.runtime.compile.sides import Side
 from weft.runtime.control.messages import Join
@@ -67,8 +68,20 @@ def plan_members(
         speeds=host_speeds([*trainers.values(), *engines.values()], speeds or {}),
     )
     return make_plan(
-        trainer=trainer, recipe=recipe, topology=topology, policy=policy, ignore=ignored, settings=settings
+        trainer=trainer,
+        recipe=recipe,
+        topology=topology,
+        policy=policy,
+        ignore=ignored,
+        settings=settings,
+        trainer_memory=memory_of(trainers),
+        engine_memory=memory_of(engines),
     )
+
+
+def memory_of(joins: Mapping[int, Join]) -> str:
+    """Kind of memory in which one side, or its lowest rank if its members differ, has its weights."""
+    return memory_kind(joins[min(joins)].place.device)
 
 
 def side_of(joins: Mapping[int, Join]) -> Side:

@@ -15,19 +15,19 @@ from numpy.typing import NDArray
 
 from weft.config import DeltaPolicy, ReceiverMode, TransferSettings
 from weft.core.geometry.alignment import aligned
-from weft.core.plans.memory_cost import patch_room
 from weft.core.plans.plan import Plan
 from weft.core.recipe import Op
 from weft.core.streams.exchange import ScaleGroups
-from weft.core.streams.plan_streams import PlanChunks, plan_chunks
+from weft.core.streams.landing_areas import landing_room, patch_room
+from weft.core.streams.pair_links import PairLinks, Wiring
+from weft.core.streams.plan_streams import plan_chunks
 from weft.core.streams.row_boxes import RowBoxes
-from weft.core.streams.stream import Path
-from weft.devices import CPU
+from weft.core.streams.send_order import first_engine
+from weft.devices import CPU, memory_kind
 from weft.errors import PlanError
 from weft.runtime.compile.grids import TrainerGrids, trainer_grids
 from weft.runtime.compile.holding import LayoutRows, RowNumbers
 from weft.runtime.compile.link_boxes import PlanBoxes
-from weft.runtime.compile.links import devices_of, member_links, packed_links, through_host
 from weft.runtime.compile.sharing import Neighbours
 from weft.runtime.control.columns import squeeze
 from weft.runtime.control.held import HeldTable
@@ -100,11 +100,10 @@ class MemberPlans:
     ) -> None:
         self._plan, self._digest, self._transports, self._settings = plan, digest, transports, settings
         self._trainers, self._engines = joins
-        self.through_host = through_host(*joins)
+        wiring = Wiring.of(transports, *map(memory_kinds, joins))
+        self.through_host = wiring.passes_host
         """Whether transports move host memory, also between members with weights on GPUs."""
-        devices = devices_of(self._engines)
-        packed = packed_links(devices_of(self._trainers), devices, settings) if self.through_host else ()
-        self.links = member_links(plan, transports, devices, settings, packed=packed)
+        self.links = PairLinks.of(plan, wiring)
         groups, rows = ScaleGroups.of(plan), plan.row_boxes
         _check_quantized(plan, rows)
         self._boxes = PlanBoxes(plan, rows)
@@ -123,26 +122,11 @@ class MemberPlans:
         """Bytes each link carries in a version that is sent whole: a matrix [trainer, engine]."""
         self.num_writes = int(chunks.num_writes.sum())
         """One-sided writes of such a version."""
-        landing = self._landing_room(chunks)
+        landing = landing_room(self.links, chunks)
         self._landing_bytes, self._streams = landing.sum(axis=0), np.cumsum(landing, axis=0) - landing
-        self._patch_room = self._room_for_patches()
+        is_delta = settings.delta is DeltaPolicy.ON
+        self._patch_room = patch_room(self.wire_bytes, settings.patch_share) * is_delta
         self._patches = np.cumsum(self._patch_room, axis=0) - self._patch_room
-
-    def _landing_room(self, chunks: PlanChunks) -> Int64s:
-        """Bytes each link needs in the landing area: for its stream, or for its window."""
-        shape = self._linked.shape
-        if self.links.lands_in_stream:
-            return _aligned(chunks.pair_sum(chunks.room, shape))
-        packed = chunks.path == Path.PACKED
-        largest = np.zeros(shape, dtype=np.int64)
-        np.maximum.at(largest, (chunks.sender[packed], chunks.receiver[packed]), chunks.room[packed])
-        return np.minimum(self.links.num_slots, chunks.pair_sum(packed, shape)) * _aligned(largest)
-
-    def _room_for_patches(self) -> Int64s:
-        """Bytes reserved for the patches of each link."""
-        if self._settings.delta is not DeltaPolicy.ON:
-            return np.zeros(self._linked.shape, dtype=np.int64)
-        return patch_room(self.wire_bytes, self._settings.patch_share)
 
     def _table(self, trainer: int, engine: int) -> LinkTable:
         """The boxes of one link, made once: both ends get them, and get them again when a member returns."""
@@ -184,12 +168,13 @@ class MemberPlans:
         return Opening(is_live=is_live, landing_bytes=landing, patch_bytes=patches)
 
     def send_plan(self, trainer: int, engines: Mapping[int, Opened], trainers: Mapping[int, Opened]) -> SendPlan:
-        """What one trainer writes. It begins with the engine rank of its own number, so that all are busy.
+        """What one trainer writes, in the order of its round.
 
         `engines` and `trainers`: what they have opened.
         """
         linked = np.flatnonzero(self._linked[trainer]).tolist()
-        first = trainer % max(len(self._engines), 1)
+        topology = self._plan.topology
+        first = first_engine(trainer, num_trainers=topology.num_trainers, num_engines=topology.num_engines)
         ordered = [e for e in linked if e >= first] + [e for e in linked if e < first]
         servers = {holder: trainers[holder].magnitudes for holder in self._neighbours.servers_of(trainer)}
         grids = self._grids[trainer]
@@ -245,14 +230,15 @@ class MemberPlans:
         return opened.offers[self._transports[trainer, engine]].endpoint
 
 
-def _aligned(sizes: Int64s) -> Int64s:
-    return aligned(sizes)
+def memory_kinds(joins: Mapping[int, Join]) -> list[str]:
+    """Kinds of memory the members of one side have their weights in, by rank."""
+    return [memory_kind(joins[rank].place.device) for rank in sorted(joins)]
 
 
 def digest_places(held: HeldTable) -> Int64s:
     """Position of each shard of an engine rank in its digest space."""
-    aligned = _aligned(held.num_bytes)
-    return np.cumsum(aligned) - aligned
+    size = aligned(held.num_bytes)
+    return np.cumsum(size) - size
 
 
 def _trainer_shards(plan: Plan, trainers: Mapping[int, Join]) -> dict[int, RowNumbers]:

@@ -176,15 +176,15 @@ class Controller:
         self._membership = Membership(
             num_trainers=num_trainers, num_engine_ranks=num_engine_ranks, ranks_per_engine=ranks_per_engine
         )
-        self._settings = (settings or TransferSettings()).paced(num_trainers + num_engine_ranks)
         planning = Planning.of(
             policy=policy,
             topology=topology,
             ignore=ignore,
             plan=plan,
             rebalance=rebalance,
-            transfer=self._settings,
+            transfer=(settings or TransferSettings()).paced(num_trainers + num_engine_ranks),
         )
+        self._settings = planning.transfer
         planning.check_members(
             num_trainers=num_trainers, num_engine_ranks=num_engine_ranks, ranks_per_engine=ranks_per_engine
         )

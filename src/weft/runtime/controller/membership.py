@@ -15,9 +15,8 @@ from typing import Literal
 import msgspec
 
 from weft.config import DeltaPolicy, ReceiverMode, TransferSettings
-from weft.devices import CPU
+from weft.devices import CPU, memory_kind
 from weft.errors import ProtocolError, TransportUnavailable
-from weft.runtime.compile.links import through_host
 from weft.runtime.control.channel import member_of
 from weft.runtime.control.member_id import MemberId
 from weft.runtime.control.messages import Join, Opened
@@ -236,7 +235,8 @@ def choose_links(
 ) -> dict[tuple[int, int], Choice]:
     """The transport of every link between a trainer and an engine rank."""
     own = settings.mode is ReceiverMode.SHADOW or settings.delta is DeltaPolicy.ON  # weft's own memory is written
-    passes_host = through_host(trainers, engines)
+    joins = (*trainers.values(), *engines.values())
+    passes_host = len({memory_kind(join.place.device) for join in joins}) > 1
     places = {}
     for engine, dst in engines.items():
         shareable = own or dst.place.shareable or (passes_host and dst.place.device != CPU)

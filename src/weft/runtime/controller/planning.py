@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from weft.config import Settings, TransferSettings
@@ -29,7 +29,7 @@ class Planning:
     cluster: Cluster
     ignore: Sequence[str]
     transfer: TransferSettings
-    """How versions are transferred; a plan that is made says the same."""
+    """How versions are transferred; the plan says the same."""
     saved: Plan | None
     """A plan to follow instead."""
     saved_digest: str = ""
@@ -60,7 +60,7 @@ class Planning:
             )
         saved = _saved_plan(plan)
         if saved is not None:
-            _check_settings(saved, transfer)
+            transfer = _as_planned(saved, transfer)
         return cls(
             policy=parse_policy(Policy.BALANCED if policy is None else policy),
             cluster=_cluster(DEFAULT_TOPOLOGY if topology is None else topology),
@@ -108,32 +108,29 @@ class Planning:
             ranks_per_engine=ranks_per_engine,
             policy=self.policy,
             ignore=self.ignore,
-            settings=self._settings(engines[min(engines)].place.device),
+            settings=self.transfer.planned,
             speeds=speeds,
         )
         return plan, plan_file.digest(plan)
-
-    def _settings(self, device: str) -> Settings:
-        """The Chunk settings of a plan for engines with weights on this device."""
-        return Settings(
-            chunk_bytes=self.transfer.chunk_bytes_on(device),
-            min_write_bytes=self.transfer.min_write_bytes,
-            max_staging_bytes=self.transfer.staging_bytes_on(device),
-        )
 
 
 def _members(num_trainers: int, num_engine_ranks: int, ranks_per_engine: int) -> str:
     return f"{num_trainers} trainers and {num_engine_ranks} engine ranks in engines of {ranks_per_engine}"
 
 
-def _check_settings(saved: Plan, transfer: TransferSettings) -> None:
-    """Raise if a setting differs from the saved plan's: the plan fixes how large Chunks are and what is packed."""
-    for name in ("chunk_bytes", "min_write_bytes"):
-        given, planned = getattr(transfer, name), getattr(saved.settings, name)
-        if given and given != planned:
-            raise ConfigError(
-                f"{name} is {given}, but the saved plan has {planned}", hint=f"leave {name} out, or make a new plan"
-            )
+def _as_planned(saved: Plan, transfer: TransferSettings) -> TransferSettings:
+    """The settings of a saved plan, which fixes how bytes travel; raises if others were given."""
+    planned, usual = asdict(saved.settings), asdict(Settings())
+    given = {name: value for name in planned if (value := getattr(transfer, name)) != usual[name]}
+    wrong = [
+        f"{name} is {value}, the plan has {planned[name]}" for name, value in given.items() if value != planned[name]
+    ]
+    if wrong:
+        raise ConfigError(
+            f"settings differ from the saved plan: {'; '.join(wrong)}",
+            hint="leave them out, or make the plan again with them",
+        )
+    return replace(transfer, **planned)
 
 
 def _saved_plan(plan: Plan | Path | str | None) -> Plan | None:

@@ -20,7 +20,7 @@ from weft.codec.memory import memory_view
 from weft.codec.patching import ImagePair, KeptImage, Patcher, Sizes
 from weft.config import CompressionPolicy, DeltaPolicy, StagingPolicy, TransferSettings
 from weft.core.geometry.alignment import aligned
-from weft.core.plans.memory_cost import patch_room
+from weft.core.streams.landing_areas import patch_room
 from weft.runtime.compile.link_stream import LinkStream
 from weft.transport.base import Memory
 

@@ -15,6 +15,7 @@ from weft.codec.grids import HeldGrids
 from weft.codec.patching import patcher_for
 from weft.config import DeltaPolicy, DigestPolicy, StagingPolicy, TransferSettings
 from weft.core.geometry.planes import Planes, joined
+from weft.core.streams.send_order import turn_of
 from weft.devices import CPU
 from weft.errors import ProtocolError, TransportError
 from weft.runtime.compile.grids import held_grids
@@ -160,7 +161,7 @@ class SendProgram:
         for number, program in enumerate(self._programs):
             if program.stream.num_packed:
                 alike.setdefault((program.target.boxes, program.target.carriage), []).append(number)
-        chunks = []
+        chunks, due = [], []
         for numbers in alike.values():
             stream = self._programs[numbers[0]].stream
             outgoing = Outgoing(stream, self._source, self.settings, self.converter, self._patcher, self._allocate)
@@ -169,7 +170,9 @@ class SendProgram:
             if len(links) == 1 and not links[0].obstacle:
                 self._go_straight(outgoing, links[0], self._programs[numbers[0]])
             chunks += [Chunk(outgoing, number, links) for number in range(len(outgoing.layouts))]
-        return sorted(chunks, key=lambda chunk: (chunk.outgoing.groups[chunk.number], chunk.number))
+            due += stream.packed_due(turn_of(numbers[0], len(self._programs))).tolist()
+        group = [chunk.outgoing.groups[chunk.number] for chunk in chunks]
+        return [chunks[number] for number in np.lexsort((due, group)).tolist()]
 
     def _go_straight(self, outgoing: Outgoing, link: Link, program: _LinkProgram) -> None:
         """Convert into the engine's memory, if it is mapped and nothing reads the converted bytes again."""
