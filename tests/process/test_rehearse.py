@@ -25,7 +25,8 @@ def test_a_rehearsal_counts_what_was_planned_and_keeps_the_plan_when_members_ret
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
     assert (report["num_trainers"], report["num_engine_ranks"]) == (3, 4)
-    assert report["num_writes"] == report["planned_writes"] > 0
+    printed = json.loads(weft("plan", *SMALL[1:], "--json").stdout)
+    assert report["num_writes"] == report["planned_writes"] == printed["num_writes"] > 0
     assert report["num_killed"] == 2
     assert report["is_plan_kept"]
     assert report["magnitude_bytes"] > 0

@@ -45,8 +45,9 @@ def trainer(pipe: Any, address: str, path: str, rank: int, missing: str = "") ->
                 whole = random_checkpoint(plan, version)
                 for name, array in arrays.items():
                     array[...] = rank + 1 if version == 1 else whole[name]
-                sender.publish(version=version).wait_committed(ANSWER_S)
-                pipe.send("committed")
+                publication = sender.publish(version=version)
+                publication.wait_committed(ANSWER_S)
+                pipe.send(("committed", publication.num_writes))
                 pipe.recv()
     except WeftError as error:
         pipe.send(f"{error}\nhint: {error.hint}")
@@ -127,20 +128,43 @@ def test_bytes_take_the_ways_of_the_plan(saved):
     with ExitStack() as stack:
         address, ended = stack.enter_context(controller(saved))
         trainers, engines = started(stack, address, saved)
-        assert [t.answer(ANSWER_S) for t in trainers] == ["committed"] * 2
+        assert [t.answer(ANSWER_S)[0] for t in trainers] == ["committed"] * 2
         marked = [e.answer(ANSWER_S) for e in engines]
         found = [[sent_by(arrays, rank) for arrays in marked] for rank in range(2)]
         assert found == plan.pair_bytes.tolist()
         assert found[0][1] == found[1][0] == 0  # round_robin: few sessions per source
         for process in trainers:
             process.ask("next")
-        assert [t.answer(ANSWER_S) for t in trainers] == ["committed"] * 2
+        assert [t.answer(ANSWER_S)[0] for t in trainers] == ["committed"] * 2
         expected = execute(plan, random_checkpoint(plan, 2)).tensors
         for rank, arrays in enumerate(e.answer(ANSWER_S) for e in engines):
             assert all(same_bits(array, expected[rank][name]) for name, array in arrays.items())
         statistics, _ = ended()
     assert statistics["plan_digest"] == plan_file.digest(plan)
     assert (statistics["num_committed"], statistics["bytes_per_version"]) == (2, plan.total_bytes)
+
+
+@pytest.mark.parametrize("mode", ["shadow", "in_place"])
+def test_the_writes_that_are_printed_are_the_writes_that_run(tmp_path, mode):
+    """The case asks for packing as well: rows of a column cut are shorter than 4 KB."""
+    (tmp_path / "config.json").write_text(json.dumps(CONFIGS["qwen3"]))
+    (tmp_path / "weft.toml").write_text("[weft]\nmin_write_bytes = 4096\nwindow_bytes = 1048576\n")
+    path = tmp_path / "a.plan"
+    case = (str(tmp_path / "config.json"), "--trainer", "fsdp2", "--engine", "tp2", "--memory", "cpu")
+    how = ("--mode", mode, "--transport", "cma", "--config", str(tmp_path / "weft.toml"))
+    done = weft("plan", *case, *how, "--save", str(path), "--json")
+    assert done.returncode == 0, done.stderr
+    printed = json.loads(done.stdout)
+    assert printed["packed_bytes"] > 0 < printed["zero_copy_bytes"]
+    with ExitStack() as stack:
+        address, ended = stack.enter_context(controller(path))
+        trainers, _ = started(stack, address, path)
+        answers = [trainer.answer(ANSWER_S) for trainer in trainers]
+        assert [answer[0] for answer in answers] == ["committed"] * 2, answers
+        assert sum(num_writes for _, num_writes in answers) == printed["num_writes"]
+        statistics, _ = ended()
+    assert statistics["writes_per_version"] == printed["num_writes"]
+    assert statistics["plan_digest"] == printed["digest"]
 
 
 def test_members_that_differ_are_refused_with_every_difference(saved):

@@ -108,7 +108,7 @@ def random_plan(rng: np.random.Generator) -> Plan:
         plan = make_plan(trainer=layout, recipe=recipe, topology=topology)
         chunk_bytes = _busiest_bytes(plan) // CHUNKS_ON_BUSIEST
         if chunk_bytes >= SMALLEST_CHUNK:  # else nearly everything stays inside link domains
-            return replace(plan, settings=Settings(chunk_bytes=chunk_bytes, staging_bytes=32 * chunk_bytes))
+            return replace(plan, settings=Settings(chunk_bytes=chunk_bytes // 64 * 64, staging_bytes=32 * chunk_bytes))
 
 
 def _busiest_bytes(plan: Plan) -> int:

@@ -164,7 +164,7 @@ def _show_plan(plan: Plan, plan_s: float, *, as_json: bool) -> None:
             f"{gb(memory['staging_host_bytes'])} per host"
         ),
         "delta": f"{gb(memory['delta_bytes'])} per trainer rank, {gb(memory['patch_bytes'])} per engine rank",
-        "shadow": f"{gb(memory['shadow_bytes'])} per engine rank",
+        "landing": f"{gb(memory['landing_bytes'])} per engine rank in mode {plan.settings.mode}",
         "proven": "every destination byte is written exactly once",
         "planned in": f"{plan_s:.1f} s, {result['peak_rss_bytes'] / 2**30:.2f} GiB",
         "digest": result["digest"][:16] + "…",
@@ -180,7 +180,7 @@ def _show_explanations(found: list[Explanation], name: str, *, as_json: bool) ->
     for row in found[:40]:
         walked = [axis for axis in row.axes if axis >= 0]
         turned = " transposed" if walked != sorted(walked) else ""
-        how = f"{row.num_writes} write(s)" if row.num_writes else "shares a slot with other small rows"
+        how = f"{row.num_writes} write(s)" if row.num_writes else "without a write of its own"
         print(
             f"  {row.tensor}{_box(row.dst_lo, row.extent)} on engine {_ranks(row.receivers)}\n"
             f"    ← {row.op} of {row.source}{turned} from {list(row.src_lo)}, sent by trainer "
