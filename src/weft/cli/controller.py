@@ -58,7 +58,7 @@ def controller_command(
         typer.Option(help="Follow a plan saved by `weft plan --save`; refuse members that do not match it."),
     ] = None,
     rebalance: Annotated[
-        bool, typer.Option(help="Plan again when a host carries less than the others, so that others send for it.")
+        bool, typer.Option(help="Plan again when a host carries less than it reports, so that others send for it.")
     ] = False,
     events: Annotated[
         Path | None, typer.Option(help="Append every member, plan and version to a file, for `weft why` and others.")

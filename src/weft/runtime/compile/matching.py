@@ -52,7 +52,7 @@ def plan_members(
     """The plan between the members that joined, placed in a cluster of this kind.
 
     `ignore` are trainer tensors no engine has, by name or pattern. `speeds`: hosts that carry only a fraction of what
-    their network cards should.
+    they report.
     """
     holding, taking = side_of(trainers), side_of(engines)
     matched = Matched.of(holding, taking)
@@ -85,12 +85,12 @@ def host_speeds(joins: Sequence[Join], measured: Mapping[str, float]) -> dict[st
     """What the NICs of each host carry, as a fraction of what those of the fastest do.
 
     Hosts that report less than others are slower in proportion; those that report nothing count as the fastest.
-    `measured`: what hosts really carry, for some of them.
+    `measured`: what hosts were found to carry of what they report, for some of them.
     """
     reported = {join.place.host: join.place.nic_gbps for join in joins if join.place.nic_gbps > 0}
     fastest = max(reported.values(), default=1.0)
     hosts = (join.place.host for join in joins)
-    return {host: measured.get(host, reported.get(host, fastest) / fastest) for host in hosts}
+    return {host: measured.get(host, 1.0) * reported.get(host, fastest) / fastest for host in hosts}
 
 
 def _check_shapes(wrong: Mapping[str, str], recipe: Recipe, trainer: Layout, ignored: tuple[str, ...]) -> None:
