@@ -481,6 +481,26 @@ def _check_costs(table: Any, where: str) -> None:
         raise ConfigError(f"{where}: op_us is {table!r}", hint="give microseconds by transport: op_us = { nixl = 10 }")
 
 
+def with_cards(cluster: Cluster, gbps: Sequence[float]) -> Cluster:
+    """The same hosts with these network cards, which devices share as evenly as possible; costs stay those it has."""
+    usual, devices = cluster.host.nics[0], cluster.host.devices
+    nics = tuple(
+        replace(usual, gbps=rate, devices=served, rail=rail)
+        for rail, (rate, served) in enumerate(zip(gbps, _served(len(gbps), devices), strict=True))
+    )
+    return replace(cluster, host=replace(cluster.host, nics=nics))
+
+
+def _served(num_cards: int, num_devices: int) -> list[tuple[int, ...]]:
+    """The devices each card serves: cards and devices in order, shared out evenly; all by all if that does not go."""
+    if num_devices % num_cards == 0:
+        each = num_devices // num_cards
+        return [tuple(range(card * each, (card + 1) * each)) for card in range(num_cards)]
+    if num_cards % num_devices == 0:
+        return [(card * num_devices // num_cards,) for card in range(num_cards)]
+    return [tuple(range(num_devices))] * num_cards
+
+
 def _check_nics(kind: HostKind, where: str) -> None:
     served = {device for nic in kind.nics for device in nic.devices}
     if any(not nic.devices for nic in kind.nics):

@@ -10,7 +10,7 @@ Members report columns, and columns become the plan: only names and errors are h
 from __future__ import annotations
 
 from collections.abc import Collection, Container, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import repeat
 
 import numpy as np
@@ -26,7 +26,7 @@ from weft.core.layouts.box_recipe import TakenBoxes, recipe_of_boxes
 from weft.core.planner import make_plan
 from weft.core.plans.plan import Plan
 from weft.core.recipe import Op, Recipe, ignored_tensors
-from weft.core.topology import Cluster, Seat, place_members
+from weft.core.topology import Cluster, Seat, place_members, with_cards
 from weft.errors import LayoutError
 from weft.runtime.compile.sides import Side
 from weft.runtime.control.messages import Join
@@ -34,6 +34,8 @@ from weft.runtime.control.messages import Join
 FP8 = "fp8_e4m3"
 QUANTIZABLE = ("bf16", "fp32")
 SCALE_ENDINGS = ("_scale_inv", "_scale")
+MAX_CARDS = 64
+"""Hosts that show more RDMA cards show virtual ones."""
 Int64s = NDArray[np.int64]
 Bools = NDArray[np.bool_]
 
@@ -91,6 +93,20 @@ def host_speeds(joins: Sequence[Join], measured: Mapping[str, float]) -> dict[st
     fastest = max(reported.values(), default=1.0)
     hosts = (join.place.host for join in joins)
     return {host: measured.get(host, 1.0) * reported.get(host, fastest) / fastest for host in hosts}
+
+
+def reported_cluster(usual: Cluster, joins: Sequence[Join]) -> Cluster:
+    """Hosts like these, with the network cards of the fastest host that reports any.
+
+    RDMA cards of that host are alike, and devices share them in order; Ethernet cards are one card of all its devices.
+    """
+    reported = {join.place.host: join.place for join in joins if join.place.nic_gbps > 0}
+    if not reported:
+        return usual
+    fastest = max(reported.values(), key=lambda place: place.nic_gbps)
+    num_cards = min(max(len(fastest.nics), 1), MAX_CARDS)
+    found = with_cards(usual, [fastest.nic_gbps / num_cards] * num_cards)
+    return usual if found == usual else replace(found, name=f"{usual.name}, network cards as reported")
 
 
 def _check_shapes(wrong: Mapping[str, str], recipe: Recipe, trainer: Layout, ignored: tuple[str, ...]) -> None:

@@ -15,7 +15,7 @@ from weft.core.topology import Cluster, load_topology
 from weft.core.version import CommitPolicy
 from weft.errors import ConfigError
 from weft.runtime.compile.following import follow_plan
-from weft.runtime.compile.matching import plan_members
+from weft.runtime.compile.matching import plan_members, reported_cluster
 from weft.runtime.control.messages import Join
 
 DEFAULT_TOPOLOGY = "h100-ib400"
@@ -26,7 +26,8 @@ class Planning:
     """What was requested when the controller was started; unknown names and bad files are errors at that point."""
 
     policy: Policy
-    cluster: Cluster
+    cluster: Cluster | None
+    """The kind of hosts; None: the default, with the network cards that members report."""
     ignore: Sequence[str]
     transfer: TransferSettings
     """How versions are transferred; a plan that is made says the same."""
@@ -63,7 +64,7 @@ class Planning:
             _check_settings(saved, transfer)
         return cls(
             policy=parse_policy(Policy.BALANCED if policy is None else policy),
-            cluster=_cluster(DEFAULT_TOPOLOGY if topology is None else topology),
+            cluster=None if topology is None else _cluster(topology),
             ignore=ignore,
             transfer=transfer,
             saved=saved,
@@ -97,14 +98,15 @@ class Planning:
     ) -> tuple[Plan, str]:
         """The plan between the members that joined, and its digest: the file's, if there is one.
 
-        `speeds`: hosts that carry only a fraction of what their network cards should.
+        `speeds`: hosts that carry only a fraction of what they report.
         """
         if self.saved is not None:
             return follow_plan(self.saved, trainers, engines, ranks_per_engine=ranks_per_engine), self.saved_digest
+        joins = [*trainers.values(), *engines.values()]
         plan = plan_members(
             trainers,
             engines,
-            self.cluster,
+            self.cluster or reported_cluster(load_topology(DEFAULT_TOPOLOGY), joins),
             ranks_per_engine=ranks_per_engine,
             policy=self.policy,
             ignore=self.ignore,
