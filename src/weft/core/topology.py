@@ -206,8 +206,13 @@ class Topology:
 
     @cached_property
     def is_local(self) -> NDArray[np.bool_]:
-        """Matrix [trainer, engine]: whether the pair shares a link domain."""
+        """Matrix [trainer, engine]: whether the pair shares a link domain, whose rate it has."""
         return self.domain_of(self.trainer_device)[:, None] == self.domain_of(self.engine_device)
+
+    @cached_property
+    def is_mapped(self) -> NDArray[np.bool_]:
+        """Matrix [trainer, engine]: whether the pair is on one host, where it maps each other's memory."""
+        return self.host_of(self.trainer_device)[:, None] == self.host_of(self.engine_device)
 
     @cached_property
     def changes_rail(self) -> NDArray[np.bool_]:

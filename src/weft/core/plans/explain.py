@@ -76,7 +76,7 @@ def _row(plan: Plan, row: int) -> Explanation:
 
 
 def _travels(plan: Plan, row: int, routes: slice) -> tuple[str, int]:
-    """How a row travels (`direct` inside a link domain, else `zero_copy` or `packed`), and its own writes, if any."""
+    """How a row travels (`direct` on one host, else `zero_copy` or `packed`), and its own writes, if any."""
     links = PairLinks.planned(plan.topology, plan.settings)
     if links.is_mapped[plan.sender[routes], plan.receiver[routes]].all():
         return Path.DIRECT.name.lower(), 0

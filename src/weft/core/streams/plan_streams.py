@@ -1,7 +1,7 @@
 """The Chunks of a plan: what every trainer writes to every engine rank, in how many operations.
 
-How a box travels depends on its link (`PairLinks`). Before a run they follow from the topology: pairs of one link
-domain map each other's memory, others take descriptors. The runtime makes its links from the transports it has chosen.
+How a box travels depends on its link (`PairLinks`). Before a run they follow from the topology: pairs on one host map
+each other's memory, others take descriptors. The runtime makes its links from the transports it has chosen.
 Both count with the functions of `weft.core.streams.stream`, which also cut what really runs.
 
     chunks = plan_chunks(plan, PairLinks.planned(plan.topology, plan.settings))
@@ -55,9 +55,9 @@ class PairLinks:
         shape = topology.num_trainers, topology.num_engines
         min_run_bytes = settings.min_write_bytes or topology.min_run_bytes("nixl")
         return cls(
-            is_mapped=topology.is_local,
+            is_mapped=topology.is_mapped,
             min_run_bytes=np.full(shape, min_run_bytes),
-            chunk_bytes=chunk_sizes(topology.is_local, settings.chunk_bytes),
+            chunk_bytes=chunk_sizes(topology.is_mapped, settings.chunk_bytes),
             num_slots=np.zeros(shape, dtype=np.int64),
         )
 
