@@ -64,8 +64,8 @@ def plan_members(
     _check_shapes(matched.shape_problems(np.arange(len(taking.held))), recipe, trainer, ignored)
     topology = place_members(
         cluster,
-        trainers=_seats(trainers),
-        engines=_seats(engines),
+        trainers=seats_of(trainers),
+        engines=seats_of(engines),
         speeds=host_speeds([*trainers.values(), *engines.values()], speeds or {}),
     )
     return make_plan(
@@ -78,7 +78,7 @@ def side_of(joins: Mapping[int, Join]) -> Side:
     return Side.of({rank: join.held.table for rank, join in joins.items()})
 
 
-def _seats(joins: Mapping[int, Join]) -> list[Seat]:
+def seats_of(joins: Mapping[int, Join]) -> list[Seat]:
     """Host and device of every rank of one side."""
     return [(joins[rank].place.host, joins[rank].place.device_number) for rank in sorted(joins)]
 

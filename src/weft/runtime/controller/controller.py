@@ -155,6 +155,7 @@ class Controller:
         topology: Cluster | Path | str | None = None,
         ignore: Sequence[str] = (),
         plan: Plan | Path | str | None = None,
+        any_place: bool = False,
         rebalance: bool = False,
         events: Path | str | None = None,
         security: Security | None = None,
@@ -164,6 +165,7 @@ class Controller:
         `policy` says which trainer sends where several hold the same bytes; `topology`, a preset or a .toml file, what
         kind of hosts members are on. `ignore` are trainer tensors no engine has, by name or pattern (`visual.*`).
         `plan`, instead of these three: a plan, or the file of one, to follow; members that differ from it are refused.
+        `any_place`: they may be on other hosts and GPUs than it says.
         `rebalance`: plan again when a host is found to carry less than it reports, so that others send what they can.
         `events`: a file to append a line to for every member, plan and version; `weft why`, `weft trace` and `weft
         dashboard` show it.
@@ -182,6 +184,7 @@ class Controller:
             topology=topology,
             ignore=ignore,
             plan=plan,
+            any_place=any_place,
             rebalance=rebalance,
             transfer=self._settings,
         )

@@ -33,6 +33,8 @@ class Planning:
     """How versions are transferred; a plan that is made says the same."""
     saved: Plan | None
     """A plan to follow instead."""
+    any_place: bool = False
+    """Whether members may be elsewhere than the saved plan says."""
     saved_digest: str = ""
 
     @classmethod
@@ -43,6 +45,7 @@ class Planning:
         topology: Cluster | Path | str | None,
         ignore: Sequence[str],
         plan: Plan | Path | str | None,
+        any_place: bool = False,
         rebalance: bool = False,
         transfer: TransferSettings,
     ) -> Planning:
@@ -54,6 +57,8 @@ class Planning:
             )
         if plan is not None and rebalance:
             raise ConfigError("a saved plan cannot be rebalanced", hint="leave out `rebalance` or `plan`")
+        if plan is None and any_place:
+            raise ConfigError("`any_place` needs a saved plan", hint="leave it out: members are planned where they are")
         if isinstance(policy, CommitPolicy):
             raise ConfigError(
                 f"`policy` is the commit policy `{policy}`, expected a sending policy",
@@ -68,6 +73,7 @@ class Planning:
             ignore=ignore,
             transfer=transfer,
             saved=saved,
+            any_place=any_place,
             saved_digest="" if saved is None else plan_file.digest(saved),
         )
 
@@ -101,7 +107,10 @@ class Planning:
         `speeds`: hosts that carry only a fraction of what they report.
         """
         if self.saved is not None:
-            return follow_plan(self.saved, trainers, engines, ranks_per_engine=ranks_per_engine), self.saved_digest
+            plan = follow_plan(
+                self.saved, trainers, engines, ranks_per_engine=ranks_per_engine, any_place=self.any_place
+            )
+            return plan, self.saved_digest
         joins = [*trainers.values(), *engines.values()]
         plan = plan_members(
             trainers,
