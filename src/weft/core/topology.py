@@ -52,6 +52,7 @@ class Nic:
         return self.gbps * 1e9 / 8
 
 
+MEMORY_KINDS = frozenset({"cpu", "cuda"})
 DEFAULT_OP_US = 10.0
 """Cost of one write beyond its bytes, where a topology has none (measured with NIXL on an H200: 8 to 12)."""
 OP_US = {("cma", "cpu"): 0.1, ("nixl", "cpu"): 1.2}
@@ -78,8 +79,8 @@ class HostKind:
     """Limit of a whole host for traffic that changes rail, Gb/s; 0: none."""
     cpu_gb_per_s: float = 6.0
     """Local copy of CPU memory, one way, by one core while the others are busy, too, GB/s."""
-    op_us: Mapping[str, float] = field(default_factory=dict)
-    """Time of one write beyond its bytes, by transport, in microseconds."""
+    op_us: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    """Time of one write beyond its bytes, by transport and the memory it reaches (`cpu`, `cuda`), in microseconds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -200,7 +201,7 @@ class Topology:
 
         `memory`: where the engine's weights are, `cuda` (the memory of a host's devices) or `cpu`.
         """
-        op_us = self.host.op_us.get(transport, OP_US.get((transport, memory), DEFAULT_OP_US))
+        op_us = self.host.op_us.get(transport, {}).get(memory, OP_US.get((transport, memory), DEFAULT_OP_US))
         copy_gb_per_s = self.host.cpu_gb_per_s if memory == "cpu" else self.host.device_gb_per_s
         return int(op_us * 1e-6 * copy_gb_per_s * 1e9 / 2)
 
@@ -480,10 +481,14 @@ def _build(kind: type[Any], values: dict[str, Any], *, where: str) -> Any:
 
 
 def _check_costs(table: Any, where: str) -> None:
-    """Raise unless this is a table of costs of one write, by transport."""
-    numbers = table.values() if isinstance(table, Mapping) else [None]
-    if not all(isinstance(cost, int | float) and not isinstance(cost, bool) and 0 <= cost < 1e9 for cost in numbers):
-        raise ConfigError(f"{where}: op_us is {table!r}", hint="give microseconds by transport: op_us = { nixl = 10 }")
+    """Raise unless this is a table of costs of one write, by transport and memory."""
+    kinds = list(table.values()) if isinstance(table, Mapping) else [None]
+    if not all(isinstance(costs, Mapping) and set(costs) <= MEMORY_KINDS for costs in kinds):
+        hint = "give microseconds by transport and memory: op_us = { nixl = { cpu = 1.2, cuda = 10 } }"
+        raise ConfigError(f"{where}: op_us is {table!r}", hint=hint)
+    for cost in (cost for costs in kinds for cost in costs.values()):
+        if isinstance(cost, bool) or not isinstance(cost, int | float) or not 0 <= cost < 1e9:
+            raise ConfigError(f"{where}: op_us has {cost!r}", hint="expected a number that is not negative")
 
 
 def with_cards(cluster: Cluster, gbps: Sequence[float]) -> Cluster:
