@@ -482,11 +482,12 @@ def _build(kind: type[Any], values: dict[str, Any], *, where: str) -> Any:
 
 def _check_costs(table: Any, where: str) -> None:
     """Raise unless this is a table of costs of one write, by transport and memory."""
-    kinds = list(table.values()) if isinstance(table, Mapping) else [None]
-    if not all(isinstance(costs, Mapping) and set(costs) <= MEMORY_KINDS for costs in kinds):
+    kinds = list(table.values()) if isinstance(table, Mapping) else [table]
+    of_memory = [costs for costs in kinds if isinstance(costs, Mapping) and set(costs) <= MEMORY_KINDS]
+    if len(of_memory) < len(kinds):
         hint = "give microseconds by transport and memory: op_us = { nixl = { cpu = 1.2, cuda = 10 } }"
         raise ConfigError(f"{where}: op_us is {table!r}", hint=hint)
-    for cost in (cost for costs in kinds for cost in costs.values()):
+    for cost in (cost for costs in of_memory for cost in costs.values()):
         if isinstance(cost, bool) or not isinstance(cost, int | float) or not 0 <= cost < 1e9:
             raise ConfigError(f"{where}: op_us has {cost!r}", hint="expected a number that is not negative")
 

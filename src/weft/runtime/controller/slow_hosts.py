@@ -203,7 +203,7 @@ class Flows:
         return np.where(part > 0, part, self.cards)
 
     def _sum(self, of_link: Int64s | Floats) -> Floats:
-        return np.bincount(self.hosts, weights=of_link, minlength=len(self.cards))
+        return np.bincount(self.hosts, weights=of_link, minlength=len(self.cards)).astype(np.float64)
 
 
 def _hosts(members: Mapping[MemberId, Member], side: str) -> dict[int, str]:
