@@ -94,6 +94,8 @@ def test_bounds_count_with_the_rates_that_hosts_report():
         (100, 2, [50, 50, 50]),
         (3200, 16, [400, 400, 400]),
         (1200, 3, [1200, 1200, 1200]),
+        # virtual ones
+        (3200, 1000, [400, 400, 400]),
     ],
 )
 def test_members_have_the_cards_of_their_hosts(gbps, cards, expected):
