@@ -55,8 +55,10 @@ def test_costs_of_links_become_a_topology(tmp_path):
     assert {row["transport"] for row in report["rows"]} >= {"cma", "nixl"}
     assert all(row["op_us"] >= 0 and row["gb_per_s"] > 0 for row in report["rows"])
     host = load_topology(str(saved)).host
-    assert set(host.op_us) == {row["transport"] for row in report["rows"]}
+    costs = {(row["transport"], row["memory"]): round(row["op_us"], 3) for row in report["rows"]}
+    assert {(name, memory): cost for name, of in host.op_us.items() for memory, cost in of.items()} == costs
     assert host.cpu_gb_per_s == round(report["cpu_gb_per_s"], 2)
+    assert {memory for _, memory in costs} == {"cpu"} | ({"cuda"} if report["device_gb_per_s"] else set())
 
 
 def test_every_codec_gives_what_its_reference_gives():

@@ -90,10 +90,8 @@ def controller(path: Path, *options: str) -> Iterator[tuple[str, Any]]:
         process.communicate()
 
 
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory) -> Path:
+def made(folder: Path, placement: str) -> Path:
     """As a user makes it: a tiny model, two replicas of the trainer, a policy that is not the default."""
-    folder = tmp_path_factory.mktemp("plan")
     (folder / "config.json").write_text(json.dumps(CONFIGS["qwen3"]))
     case = (
         str(folder / "config.json"),
@@ -106,9 +104,15 @@ def saved(tmp_path_factory) -> Path:
         "--memory",
         "cpu",
     )
-    done = weft("plan", *case, "--save", str(folder / "a.plan"))
+    done = weft("plan", *case, "--placement", placement, "--save", str(folder / "a.plan"))
     assert done.returncode == 0, done.stderr
     return folder / "a.plan"
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory) -> Path:
+    """A plan for members on one host."""
+    return made(tmp_path_factory.mktemp("plan"), "packed")
 
 
 def started(stack: ExitStack, address: str, path: Path, **of_first: Any) -> tuple[list[Process], list[Process]]:
@@ -151,7 +155,7 @@ def test_the_writes_that_are_printed_are_the_writes_that_run(tmp_path, mode):
     (tmp_path / "weft.toml").write_text("[weft]\nmin_write_bytes = 4096\nwindow_bytes = 1048576\n")
     path = tmp_path / "a.plan"
     case = (str(tmp_path / "config.json"), "--trainer", "fsdp2", "--engine", "tp2", "--memory", "cpu")
-    how = ("--mode", mode, "--transport", "cma", "--config", str(tmp_path / "weft.toml"))
+    how = ("--placement", "packed", "--mode", mode, "--transport", "cma", "--config", str(tmp_path / "weft.toml"))
     done = weft("plan", *case, *how, "--save", str(path), "--json")
     assert done.returncode == 0, done.stderr
     printed = json.loads(done.stdout)
@@ -179,6 +183,26 @@ def test_members_that_differ_are_refused_with_every_difference(saved):
         assert "members differ from the plan in 1 point" in text
         assert f"{NORM}: the plan has [0:256] on trainer 0, which does not hold it" in text
     assert "make the plan again" in told[0]
+
+
+def test_a_plan_for_two_hosts_runs_on_one_only_if_that_is_asked_for(tmp_path):
+    path = made(tmp_path, "separate")
+    with ExitStack() as stack:
+        address, _ = stack.enter_context(controller(path))
+        trainers, engines = started(stack, address, path)
+        for told in [member.answer(ANSWER_S) for member in (*trainers, *engines)]:
+            assert "engine rank 0: on the host of trainer 0, the plan has it on another" in told
+    with ExitStack() as stack:
+        address, ended = stack.enter_context(controller(path, "--any-place"))
+        trainers, engines = started(stack, address, path)
+        assert [t.answer(ANSWER_S) for t in trainers] == ["committed"] * 2
+        sent = [sent_by(e.answer(ANSWER_S), 0) for e in engines]
+        assert sent == plan_file.load(path).pair_bytes[0].tolist()
+        for process in trainers:
+            process.ask("next")
+        assert [t.answer(ANSWER_S) for t in trainers] == ["committed"] * 2
+        statistics, _ = ended()
+    assert statistics["num_committed"] == 2
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,8 @@ def config(tmp_path):
 def plan_for(config, engine="tp1", num_replicas=2):
     precision = {"dtype": "fp32", "trainer_dtype": "fp32"}
     layouts = {"trainer": "ddp2", "engine": engine, "num_replicas": num_replicas}
-    return plan_case(Case(model=config, policy="round_robin", memory="cpu", **layouts, **precision))
+    where = {"memory": "cpu", "placement": "packed"}
+    return plan_case(Case(model=config, policy="round_robin", **where, **layouts, **precision))
 
 
 def run(plan, config, check):

@@ -51,7 +51,8 @@ def trainer_joins(plan: Plan) -> dict[int, Join]:
         lo, extent = (column[row, : len(tensor.shape)].tolist() for column in (layout.lo, layout.extent))
         for rank in layout.groups.of(layout.group_of[row]).tolist():
             found[rank].append(held(tensor.name, tensor.dtype, tensor.shape, lo, extent))
-    return {rank: join("trainer", rank, shards) for rank, shards in found.items()}
+    hosts = plan.topology.host_of(plan.topology.trainer_device).tolist()
+    return {rank: _on_host(hosts[rank], join("trainer", rank, shards)) for rank, shards in found.items()}
 
 
 def engine_joins(plan: Plan, *, as_boxes: bool) -> dict[int, Join]:
@@ -59,7 +60,13 @@ def engine_joins(plan: Plan, *, as_boxes: bool) -> dict[int, Join]:
     found = {
         rank: _boxes(plan, rank) if as_boxes else _tensors(plan, rank) for rank in range(plan.topology.num_engines)
     }
-    return {rank: join("engine", rank, shards) for rank, shards in found.items()}
+    hosts = plan.topology.host_of(plan.topology.engine_device).tolist()
+    return {rank: _on_host(hosts[rank], join("engine", rank, shards)) for rank, shards in found.items()}
+
+
+def _on_host(number: int, joined: Join) -> Join:
+    """A member on a host of the plan."""
+    return msgspec.structs.replace(joined, place=msgspec.structs.replace(joined.place, host=f"host {number}"))
 
 
 def _rows(plan: Plan, rank: int) -> list[int]:

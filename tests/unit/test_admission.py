@@ -93,6 +93,7 @@ def test_each_side_has_its_messages(side, message):
         ("engine", {"place": msgspec.structs.replace(place_here(), device="tpu")}),
         ("engine", {"place": msgspec.structs.replace(place_here(), nic_gbps=float("inf"))}),
         ("trainer", {"place": msgspec.structs.replace(place_here(), nic_gbps=-1.0)}),
+        ("trainer", {"place": msgspec.structs.replace(place_here(), nic_gbps=1e9)}),
     ],
 )
 def test_a_member_joins_with_a_story_that_makes_sense(side, facts):

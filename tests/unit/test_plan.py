@@ -6,6 +6,7 @@ import json
 import struct
 from dataclasses import replace
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -22,6 +23,8 @@ from weft.core.recipe import Op
 from weft.core.streams.stream import Path
 from weft.core.topology import load_topology, place_members, with_placement
 from weft.errors import ConfigError, LayoutError, PlanError
+from weft.transport.capabilities import CAPABILITIES
+from weft.transport.registry import Place, choose
 
 
 def small_plan(trainer="fsdp4", engine="tp2", policy="balanced", dtype="fp8-block128", **settings):
@@ -158,7 +161,23 @@ def test_large_runs_go_straight_from_memory_and_small_ones_are_packed():
     assert (converted.chunks.path == Path.PACKED).all()
 
 
-def test_pairs_that_share_a_domain_are_written_directly():
+def test_hosts_of_one_link_domain_have_its_rate_and_take_descriptors_as_at_runtime():
+    model = tiny_model("qwen3")
+    layout, recipe = trainer_layout(model, "ddp2"), engine_recipe(model, "tp2", num_replicas=3)
+    topology = with_placement(load_topology("gb200-nvl72"), "packed").place(num_trainers=2, num_engines=6)
+    chunks = make_plan(trainer=layout, recipe=recipe, topology=topology).chunks
+    assert topology.is_local.all()
+    at = Place(host="0", container="", user=0, device="cuda:0", installed=("cuda_ipc", "nixl"))
+    hosts = topology.host_of(topology.engine_device)
+    assert hosts.tolist() == [0, 0, 1, 1, 1, 1]
+    for engine, host in enumerate(hosts.tolist()):
+        transport = choose(at, msgspec.structs.replace(at, host=str(host))).transport
+        is_direct = chunks.path[chunks.receiver == engine] == Path.DIRECT
+        assert len(is_direct)
+        assert (is_direct == CAPABILITIES[transport].is_mapped).all()
+
+
+def test_pairs_on_one_host_are_written_directly():
     model = tiny_model("qwen3")
     layout, recipe = trainer_layout(model, "fsdp2"), engine_recipe(model, "tp2")
     topology = with_placement(load_topology("h100-ib400"), "packed").place(num_trainers=2, num_engines=2)

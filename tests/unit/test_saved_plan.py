@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -51,10 +52,11 @@ def saved(
     return plan_case(case, model=tiny_model(model), settings=Settings(**settings))
 
 
-def followed(plan: Plan, trainers=None, engines=None, *, as_boxes=True) -> Plan:
+def followed(plan: Plan, trainers=None, engines=None, *, as_boxes=True, any_place=False) -> Plan:
     trainers = trainer_joins(plan) if trainers is None else trainers
     engines = engine_joins(plan, as_boxes=as_boxes) if engines is None else engines
-    return follow_plan(plan, trainers, engines, ranks_per_engine=len(engines) // plan.recipe.num_replicas)
+    ranks_per_engine = len(engines) // plan.recipe.num_replicas
+    return follow_plan(plan, trainers, engines, ranks_per_engine=ranks_per_engine, any_place=any_place)
 
 
 @pytest.mark.parametrize("as_boxes", [True, False], ids=["boxes", "named"])
@@ -201,6 +203,64 @@ def test_other_numbers_of_members_are_named():
     assert "trainers: 1 joined, the plan has 2" in told
 
 
+def at(joins, *places):
+    """Members on these hosts, and on GPUs of these numbers where one is given."""
+    found = {}
+    for (rank, joined), (host, *number) in zip(joins.items(), places, strict=True):
+        place = msgspec.structs.replace(joined.place, host=host, device_number=number[0] if number else None)
+        found[rank] = msgspec.structs.replace(joined, place=place)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("trainers", "engines", "told"),
+    [
+        # the names of hosts, and members without a GPU's number, are as good
+        (["z", "z"], ["b", "b"], []),
+        ([("z", 0), ("z", 1)], ["b", ("b", 1)], []),
+        # one host instead of two
+        (
+            ["a", "a"],
+            ["a", "a"],
+            [
+                "engine rank 0: on the host of trainer 0, the plan has it on another",
+                "engine rank 1: on the host of trainer 0, the plan has it on another",
+            ],
+        ),
+        # three hosts instead of two
+        (["a", "a"], ["b", "c"], ["engine rank 1: not on the host of engine rank 0, where the plan has it"]),
+        # crossed
+        (["a", "b"], ["b", "b"], ["trainer 1: on the host of engine rank 0, the plan has it on that of trainer 0"]),
+        # other GPUs, of eight
+        (
+            [("a", 1), ("a", 0)],
+            [("b", 8), ("b", 1)],
+            [
+                "trainer 0: on GPU 1 of its host, the plan has it on GPU 0",
+                "trainer 1: on GPU 0 of its host, the plan has it on GPU 1",
+            ],
+        ),
+    ],
+)
+def test_members_that_are_elsewhere_are_named(trainers, engines, told):
+    plan = saved(trainer="ddp2")
+    places = [[place if isinstance(place, tuple) else (place,) for place in side] for side in (trainers, engines)]
+    joins = at(trainer_joins(plan), *places[0]), at(engine_joins(plan, as_boxes=True), *places[1])
+    if told:
+        assert differences(plan, *joins).splitlines() == told
+        with pytest.raises(LayoutError) as caught:
+            followed(plan, *joins)
+        assert "--any-place" in caught.value.hint
+    assert np.array_equal(followed(plan, *joins, any_place=bool(told)).pair_bytes, plan.pair_bytes)
+
+
+def test_the_place_that_most_members_have_is_the_right_one():
+    plan = saved(trainer="ddp4")
+    trainers = at(trainer_joins(plan), ("b",), ("a",), ("a",), ("a",))
+    told = differences(plan, trainers, at(engine_joins(plan, as_boxes=True), ("c",), ("c",)))
+    assert told == "trainer 0: not on the host of trainer 1, where the plan has it"
+
+
 def test_a_plan_of_gathering_trainers_says_so():
     plan = saved(trainer="fsdp2", gather="world")
     with pytest.raises(LayoutError) as caught:
@@ -244,6 +304,7 @@ def controller(**options):
         ({"plan": 3}, "`plan` is a int", "weft.Plan"),
         ({"plan": "any.plan", "policy": "greedy"}, "a saved plan cannot be combined with", "weft plan"),
         ({"plan": "any.plan", "ignore": ["x"]}, "a saved plan cannot be combined with", "weft plan"),
+        ({"any_place": True}, "`any_place` needs a saved plan", "leave it out"),
     ],
 )
 def test_what_is_wrong_is_said_at_start(options, told, hint):

@@ -1,10 +1,13 @@
 from __future__ import annotations
 
 import json
+import re
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
+from weft.bench.links import LinkCost, LinkReport
 from weft.core.topology import (
     CX7,
     EFA,
@@ -108,6 +111,40 @@ def test_bad_files_say_what_is_wrong(tmp_path, change, message):
     path.write_text(SHARED.replace(*change))
     with pytest.raises(ConfigError, match=message):
         load_topology(str(path))
+
+
+@pytest.mark.parametrize(
+    ("costs", "told"),
+    [
+        ("{ nixl = 10 }", "op_us is {'nixl': 10}"),
+        ("{ nixl = { gpu = 10 } }", "op_us is {'nixl': {'gpu': 10}}"),
+        ("{ nixl = { cpu = -1 } }", "op_us has -1"),
+        ("{ nixl = { cpu = true } }", "op_us has True"),
+        ("3", "op_us is 3"),
+    ],
+)
+def test_a_cost_of_writes_names_its_memory(tmp_path, costs, told):
+    path = tmp_path / "cluster.toml"
+    path.write_text(SHARED.replace("uplink_gbps = 100", f"op_us = {costs}"))
+    with pytest.raises(ConfigError, match=re.escape(told)) as caught:
+        load_topology(str(path))
+    assert ("nixl = { cpu = 1.2, cuda = 10 }" in str(caught.value.hint)) == ("has" not in told)
+
+
+def test_costs_that_were_measured_count_for_their_memory_only(tmp_path):
+    """NIXL writes of CPU memory cost a tenth of those between GPUs."""
+    usual = load_topology("h100-ib400")
+    cpu = LinkCost(transport="nixl", memory="cpu", op_us=2.4, gb_per_s=5.0, of_copy=1.0, min_run_bytes=6000)
+    report = LinkReport(cpu_gb_per_s=5.0, device_gb_per_s=None, rows=[cpu], missing={})
+    path = tmp_path / "here.toml"
+    path.write_text(cluster_toml(report.put_into(usual)))
+    here = load_topology(str(path))
+    before, after = (cluster.place(num_trainers=1, num_engines=1) for cluster in (usual, here))
+    assert after.min_run_bytes("nixl", "cuda") == before.min_run_bytes("nixl", "cuda") == 7_500_000
+    assert after.min_run_bytes("nixl", "cpu") == 6000
+    gpu = LinkReport(cpu_gb_per_s=5.0, device_gb_per_s=2000.0, rows=[replace(cpu, memory="cuda")], missing={})
+    both = gpu.put_into(here).place(num_trainers=1, num_engines=1)
+    assert (both.min_run_bytes("nixl", "cuda"), both.min_run_bytes("nixl", "cpu")) == (2_400_000, 6000)
 
 
 def test_unknown_names_get_a_suggestion():

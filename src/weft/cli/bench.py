@@ -205,12 +205,13 @@ def links_command(
         print_json(report.to_json())
         return
     title = f"one core copies {report.cpu_gb_per_s:.1f} GB/s"
+    title += "" if report.device_gb_per_s is None else f", the GPU {report.device_gb_per_s:.0f} GB/s"
     table = Table(title=title, title_justify="left")
-    for name in ("transport", "µs a write", "GB/s", "of copy", "packs runs below"):
-        table.add_column(name, justify="left" if name == "transport" else "right")
+    for name in ("transport", "memory", "µs a write", "GB/s", "of copy", "packs runs below"):
+        table.add_column(name, justify="left" if name in ("transport", "memory") else "right")
     for row in report.rows:
         cells = f"{row.op_us:.2f}", f"{row.gb_per_s:.1f}", f"{row.of_copy:.2f}", f"{row.min_run_bytes} bytes"
-        table.add_row(row.transport, *cells)
+        table.add_row(row.transport, row.memory, *cells)
     out.print(table)
     for name, why in report.missing.items():
         err.print(f"{name}: not measured: {escape(why)}")

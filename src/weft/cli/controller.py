@@ -74,8 +74,11 @@ def controller_command(
         Path | None,
         typer.Option(help="Follow a plan saved by `weft plan --save`; refuse members that do not match it."),
     ] = None,
+    any_place: Annotated[
+        bool, typer.Option(help="With --plan: members may be on other hosts and GPUs than the plan says.")
+    ] = False,
     rebalance: Annotated[
-        bool, typer.Option(help="Plan again when a host carries less than the others, so that others send for it.")
+        bool, typer.Option(help="Plan again when a host carries less than it reports, so that others send for it.")
     ] = False,
     events: Annotated[
         Path | None, typer.Option(help="Append every member, plan and version to a file, for `weft why` and others.")
@@ -117,6 +120,7 @@ def controller_command(
             topology=topology or None,
             ignore=ignore or (),
             plan=plan,
+            any_place=any_place,
             rebalance=rebalance,
             events=recorded,
             security=security_in(keys),

@@ -2,14 +2,16 @@
 
 A plan names engine tensors as engines do (`qkv_proj`), members report boxes of checkpoint tensors (`q_proj`, rows 0 to
 512). Both are compared as what is read from where: which trainer rank holds which box, and which box of which source,
-in which precision, each engine rank takes. Memory strides, and names of fused tensors, are the members' own.
+in which precision, each engine rank takes. Memory strides, and names of fused tensors, are the members' own. Members
+share hosts as in the plan.
 
     plan = fit_plan(plan_file.load(path), trainer=layout, recipe=recipe)
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -24,26 +26,36 @@ from weft.core.planner import make_plan
 from weft.core.plans.plan import Plan
 from weft.core.plans.proof import prove
 from weft.core.recipe import Op, Recipe
+from weft.core.topology import Seat, Topology
 from weft.errors import LayoutError, PlanError
 
 _DTYPES = tuple(DTYPE_BYTES)
 
 
-def fit_plan(saved: Plan, *, trainer: Layout, recipe: Recipe, problems: tuple[str, ...] = ()) -> Plan:
+def fit_plan(
+    saved: Plan,
+    *,
+    trainer: Layout,
+    recipe: Recipe,
+    misplaced: tuple[str, ...] = (),
+    problems: tuple[str, ...] = (),
+) -> Plan:
     """The saved plan's routes between these layouts; raises a LayoutError with every difference.
 
-    `trainer` need not be checked: shards that do not tile their tensors differ from the plan's. `problems` are
-    differences that are already known.
+    `trainer` need not be checked: shards that do not tile their tensors differ from the plan's. `misplaced` members and
+    other `problems` are differences that are already known.
     """
     names = {tensor.name for tensor in trainer.tensors}
     ignored = tuple(name for name in saved.ignored if name in names)
-    found = (*problems, *_differences(saved, trainer.without(frozenset(ignored)), recipe))
+    found = (*misplaced, *problems, *_differences(saved, trainer.without(frozenset(ignored)), recipe))
     if found:
-        gathered = "; it was made for trainers that gather whole tensors first" if saved.gathered else ""
+        hint = "make the plan again for these members, or start without it"
+        hint += "; it was made for trainers that gather whole tensors first" if saved.gathered else ""
+        hint += "; --any-place (`any_place=True`) runs it wherever members are" if misplaced else ""
         raise LayoutError(
             f"members differ from the plan in {len(found)} point{'s' if len(found) > 1 else ''}",
             problems=found,
-            hint=f"make the plan again for these members, or start without it{gathered}",
+            hint=hint,
         )
     fitted = make_plan(
         trainer=trainer,
@@ -60,6 +72,44 @@ def fit_plan(saved: Plan, *, trainer: Layout, recipe: Recipe, problems: tuple[st
     fitted = replace(fitted, policy=saved.policy, sender=_senders(saved, fitted))
     prove(fitted)
     return fitted
+
+
+def place_problems(topology: Topology, *, trainers: Sequence[Seat], engines: Sequence[Seat]) -> Iterator[str]:
+    """Members that are not where the plan has them; seats are in rank order. The names of hosts do not matter.
+
+    Every host of the plan stands for the one most of its members are on. Members without a device number may be on any
+    device of their host.
+    """
+    if (len(trainers), len(engines)) != (topology.num_trainers, topology.num_engines):
+        return  # each number that differs is a problem of its own
+    names = [f"trainer {rank}" for rank in range(len(trainers))]
+    names += [f"engine rank {rank}" for rank in range(len(engines))]
+    devices = np.concatenate([topology.trainer_device, topology.engine_device])
+    planned, seats = topology.host_of(devices).tolist(), [*trainers, *engines]
+    host_of, first_on = _hosts_of_plan(planned, [host for host, _ in seats], names)
+    per_host = topology.host.devices
+    for name, at, (host, number), device in zip(names, planned, seats, (devices % per_host).tolist(), strict=True):
+        if host_of.get(at) == host:
+            if number is not None and number % per_host != device:
+                yield f"{name}: on GPU {number} of its host, the plan has it on GPU {device}"
+        elif host not in first_on:
+            yield f"{name}: not on the host of {first_on[host_of[at]]}, where the plan has it"
+        else:
+            meant = f"that of {first_on[host_of[at]]}" if at in host_of else "another"
+            yield f"{name}: on the host of {first_on[host]}, the plan has it on {meant}"
+
+
+def _hosts_of_plan(
+    planned: Sequence[int], hosts: Sequence[str], names: Sequence[str]
+) -> tuple[dict[int, str], dict[str, str]]:
+    """The host that each of the plan's stands for, and the first member there that is in its place."""
+    host_of: dict[int, str] = {}
+    first_on: dict[str, str] = {}
+    for (number, host), _ in Counter(zip(planned, hosts, strict=True)).most_common():
+        if number not in host_of and host not in first_on:
+            host_of[number] = host
+            first_on[host] = next(name for name, *at in zip(names, planned, hosts, strict=True) if at == [number, host])
+    return host_of, first_on
 
 
 def _differences(saved: Plan, trainer: Layout, recipe: Recipe) -> Iterator[str]:

@@ -53,6 +53,7 @@ class Nic:
 
 
 CPU, CUDA = "cpu", "cuda"
+MEMORY_KINDS = frozenset({CPU, CUDA})
 """Kinds of memory that members have their weights in."""
 DEFAULT_OP_US = 10.0
 """Cost of one write beyond its bytes, where a topology has none (measured with NIXL on an H200: 8 to 12)."""
@@ -80,8 +81,8 @@ class HostKind:
     """Limit of a whole host for traffic that changes rail, Gb/s; 0: none."""
     cpu_gb_per_s: float = 6.0
     """Local copy of CPU memory, one way, by one core while the others are busy, too, GB/s."""
-    op_us: Mapping[str, float] = field(default_factory=dict)
-    """Time of one write beyond its bytes, by transport, in microseconds."""
+    op_us: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    """Time of one write beyond its bytes, by transport and the memory it reaches (`cpu`, `cuda`), in microseconds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -202,14 +203,19 @@ class Topology:
 
         `memory`: where the engine's weights are, `cuda` (the memory of a host's devices) or `cpu`.
         """
-        op_us = self.host.op_us.get(transport, OP_US.get((transport, memory), DEFAULT_OP_US))
+        op_us = self.host.op_us.get(transport, {}).get(memory, OP_US.get((transport, memory), DEFAULT_OP_US))
         copy_gb_per_s = self.host.cpu_gb_per_s if memory == "cpu" else self.host.device_gb_per_s
         return int(op_us * 1e-6 * copy_gb_per_s * 1e9 / 2)
 
     @cached_property
     def is_local(self) -> NDArray[np.bool_]:
-        """Matrix [trainer, engine]: whether the pair shares a link domain."""
+        """Matrix [trainer, engine]: whether the pair shares a link domain, whose rate it has."""
         return self.domain_of(self.trainer_device)[:, None] == self.domain_of(self.engine_device)
+
+    @cached_property
+    def shares_host(self) -> NDArray[np.bool_]:
+        """Matrix [trainer, engine]: whether the pair is on one host."""
+        return self.host_of(self.trainer_device)[:, None] == self.host_of(self.engine_device)
 
     @cached_property
     def changes_rail(self) -> NDArray[np.bool_]:
@@ -477,10 +483,35 @@ def _build(kind: type[Any], values: dict[str, Any], *, where: str) -> Any:
 
 
 def _check_costs(table: Any, where: str) -> None:
-    """Raise unless this is a table of costs of one write, by transport."""
-    numbers = table.values() if isinstance(table, Mapping) else [None]
-    if not all(isinstance(cost, int | float) and not isinstance(cost, bool) and 0 <= cost < 1e9 for cost in numbers):
-        raise ConfigError(f"{where}: op_us is {table!r}", hint="give microseconds by transport: op_us = { nixl = 10 }")
+    """Raise unless this is a table of costs of one write, by transport and memory."""
+    kinds = list(table.values()) if isinstance(table, Mapping) else [table]
+    of_memory = [costs for costs in kinds if isinstance(costs, Mapping) and set(costs) <= MEMORY_KINDS]
+    if len(of_memory) < len(kinds):
+        hint = "give microseconds by transport and memory: op_us = { nixl = { cpu = 1.2, cuda = 10 } }"
+        raise ConfigError(f"{where}: op_us is {table!r}", hint=hint)
+    for cost in (cost for costs in of_memory for cost in costs.values()):
+        if isinstance(cost, bool) or not isinstance(cost, int | float) or not 0 <= cost < 1e9:
+            raise ConfigError(f"{where}: op_us has {cost!r}", hint="expected a number that is not negative")
+
+
+def with_cards(cluster: Cluster, gbps: Sequence[float]) -> Cluster:
+    """The same hosts with these network cards, which devices share as evenly as possible; costs stay those it has."""
+    usual, devices = cluster.host.nics[0], cluster.host.devices
+    nics = tuple(
+        replace(usual, gbps=rate, devices=served, rail=rail)
+        for rail, (rate, served) in enumerate(zip(gbps, _served(len(gbps), devices), strict=True))
+    )
+    return replace(cluster, host=replace(cluster.host, nics=nics))
+
+
+def _served(num_cards: int, num_devices: int) -> list[tuple[int, ...]]:
+    """The devices each card serves: cards and devices in order, shared out evenly; all by all if that does not go."""
+    if num_devices % num_cards == 0:
+        each = num_devices // num_cards
+        return [tuple(range(card * each, (card + 1) * each)) for card in range(num_cards)]
+    if num_cards % num_devices == 0:
+        return [(card * num_devices // num_cards,) for card in range(num_cards)]
+    return [tuple(range(num_devices))] * num_cards
 
 
 def _check_nics(kind: HostKind, where: str) -> None:

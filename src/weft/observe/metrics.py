@@ -36,7 +36,7 @@ _LABELLED = {
     "weft_members": ("side", "Members that have joined."),
     "weft_members_lost": ("member", "Members that were lost and have not returned."),
     "weft_links": ("transport", "Links between trainers and engine ranks."),
-    "weft_host_speed": ("members", "What a slow host carries, as a fraction of the others."),
+    "weft_host_speed": ("members", "What a slow host carries of what it reports, compared with the others."),
 }
 NAMES = (*(f"{name}_total" for name in _COUNTERS), *_GAUGES, *_LABELLED)
 """Everything that is exported."""

@@ -59,7 +59,7 @@ class Place(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     device_number: int | None = None
     """Which of the host's GPUs `device` is; None: CPU memory, or unknown."""
     nics: tuple[str, ...] = ()
-    """RDMA cards it sees; for display only."""
+    """RDMA cards of its host, as far as it sees them."""
     nic_gbps: float = 0.0
     """The rate of its host's network cards together, as the host reports it; 0: unknown."""
 

@@ -76,15 +76,12 @@ class Wiring:
     def planned(cls, plan: Plan) -> Self:
         """What a controller chooses for members that are where the plan says."""
         topology, wanted = plan.topology, plan.settings.transport
-        src_host = topology.host_of(topology.trainer_device)
-        dst_host = topology.host_of(topology.engine_device)
-        is_near = src_host[:, None] == dst_host[None, :]
         moved = CPU if plan.trainer_memory != plan.engine_memory else plan.engine_memory
         return cls(
             names=("nixl", _NEAR[moved]) if wanted == "auto" else (wanted, wanted),
-            transport=is_near.astype(np.int8),
-            trainer_memory=(plan.trainer_memory,) * len(src_host),
-            engine_memory=(plan.engine_memory,) * len(dst_host),
+            transport=topology.shares_host.astype(np.int8),
+            trainer_memory=(plan.trainer_memory,) * topology.num_trainers,
+            engine_memory=(plan.engine_memory,) * topology.num_engines,
         )
 
     @property

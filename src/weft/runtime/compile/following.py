@@ -14,18 +14,26 @@ import numpy as np
 from weft.core.geometry.scaling import Scaling
 from weft.core.layout import Tensor
 from weft.core.layouts.box_recipe import TakenBoxes
-from weft.core.plan_fit import fit_plan
+from weft.core.plan_fit import fit_plan, place_problems
 from weft.core.plans.plan import Plan
 from weft.core.recipe import Op, Piece, Recipe, padding_piece
-from weft.runtime.compile.matching import Matched, memory_of, side_of, trainer_layout
+from weft.runtime.compile.matching import Matched, memory_of, seats_of, side_of, trainer_layout
 from weft.runtime.control.held import HeldShard
 from weft.runtime.control.messages import Join
 
 
 def follow_plan(
-    saved: Plan, trainers: Mapping[int, Join], engines: Mapping[int, Join], *, ranks_per_engine: int
+    saved: Plan,
+    trainers: Mapping[int, Join],
+    engines: Mapping[int, Join],
+    *,
+    ranks_per_engine: int,
+    any_place: bool = False,
 ) -> Plan:
-    """The saved plan's routes between these members; raises a LayoutError with every difference."""
+    """The saved plan's routes between these members; raises a LayoutError with every difference.
+
+    `any_place`: members may be on other hosts and devices than the plan says.
+    """
     planned = _PlannedTensors(saved)
     reported = {rank: planned.recognise(rank, join.held.table) for rank, join in engines.items()}
     holding, taking = side_of(trainers), side_of(engines)
@@ -39,10 +47,13 @@ def follow_plan(
         pieces[rank] += found.pieces
     scaling = planned.scaling(piece for found in reported.values() for piece in found.pieces)
     recipe = Recipe.from_pieces(tensors, pieces, scaling=scaling | matched.scalings(boxes))
+    at = seats_of(trainers), seats_of(engines)
+    misplaced = () if any_place else tuple(place_problems(saved.topology, trainers=at[0], engines=at[1]))
     return fit_plan(
         saved,
         trainer=trainer_layout(holding, set(saved.recipe.sources), num_ranks=len(trainers), check=False),
         recipe=replace(recipe, num_replicas=len(engines) // ranks_per_engine),
+        misplaced=misplaced,
         problems=(*_memory_problems(saved, trainers, engines), *matched.shape_problems(boxes).values()),
     )
 

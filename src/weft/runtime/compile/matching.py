@@ -10,7 +10,7 @@ Members report columns, and columns become the plan: only names and errors are h
 from __future__ import annotations
 
 from collections.abc import Collection, Container, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import repeat
 
 import numpy as np
@@ -26,7 +26,7 @@ from weft.core.layouts.box_recipe import TakenBoxes, recipe_of_boxes
 from weft.core.planner import make_plan
 from weft.core.plans.plan import Plan
 from weft.core.recipe import Op, Recipe, ignored_tensors
-from weft.core.topology import Cluster, Seat, place_members
+from weft.core.topology import Cluster, Seat, place_members, with_cards
 from weft.devices import memory_kind
 from weft.errors import LayoutError
 from weft.runtime.compile.sides import Side
@@ -35,6 +35,8 @@ from weft.runtime.control.messages import Join
 FP8 = "fp8_e4m3"
 QUANTIZABLE = ("bf16", "fp32")
 SCALE_ENDINGS = ("_scale_inv", "_scale")
+MAX_CARDS = 64
+"""Hosts that show more RDMA cards show virtual ones."""
 Int64s = NDArray[np.int64]
 Bools = NDArray[np.bool_]
 
@@ -53,7 +55,7 @@ def plan_members(
     """The plan between the members that joined, placed in a cluster of this kind.
 
     `ignore` are trainer tensors no engine has, by name or pattern. `speeds`: hosts that carry only a fraction of what
-    their network cards should.
+    they report.
     """
     holding, taking = side_of(trainers), side_of(engines)
     matched = Matched.of(holding, taking)
@@ -63,8 +65,8 @@ def plan_members(
     _check_shapes(matched.shape_problems(np.arange(len(taking.held))), recipe, trainer, ignored)
     topology = place_members(
         cluster,
-        trainers=_seats(trainers),
-        engines=_seats(engines),
+        trainers=seats_of(trainers),
+        engines=seats_of(engines),
         speeds=host_speeds([*trainers.values(), *engines.values()], speeds or {}),
     )
     return make_plan(
@@ -89,7 +91,7 @@ def side_of(joins: Mapping[int, Join]) -> Side:
     return Side.of({rank: join.held.table for rank, join in joins.items()})
 
 
-def _seats(joins: Mapping[int, Join]) -> list[Seat]:
+def seats_of(joins: Mapping[int, Join]) -> list[Seat]:
     """Host and device of every rank of one side."""
     return [(joins[rank].place.host, joins[rank].place.device_number) for rank in sorted(joins)]
 
@@ -98,12 +100,26 @@ def host_speeds(joins: Sequence[Join], measured: Mapping[str, float]) -> dict[st
     """What the NICs of each host carry, as a fraction of what those of the fastest do.
 
     Hosts that report less than others are slower in proportion; those that report nothing count as the fastest.
-    `measured`: what hosts really carry, for some of them.
+    `measured`: what hosts were found to carry of what they report, for some of them.
     """
     reported = {join.place.host: join.place.nic_gbps for join in joins if join.place.nic_gbps > 0}
     fastest = max(reported.values(), default=1.0)
     hosts = (join.place.host for join in joins)
-    return {host: measured.get(host, reported.get(host, fastest) / fastest) for host in hosts}
+    return {host: measured.get(host, 1.0) * reported.get(host, fastest) / fastest for host in hosts}
+
+
+def reported_cluster(usual: Cluster, joins: Sequence[Join]) -> Cluster:
+    """Hosts like these, with the network cards of the fastest host that reports any.
+
+    RDMA cards of that host are alike, and devices share them in order; Ethernet cards are one card of all its devices.
+    """
+    reported = {join.place.host: join.place for join in joins if join.place.nic_gbps > 0}
+    if not reported:
+        return usual
+    fastest = max(reported.values(), key=lambda place: place.nic_gbps)
+    num_cards = min(max(len(fastest.nics), 1), MAX_CARDS)
+    found = with_cards(usual, [fastest.nic_gbps / num_cards] * num_cards)
+    return usual if found == usual else replace(found, name=f"{usual.name}, network cards as reported")
 
 
 def _check_shapes(wrong: Mapping[str, str], recipe: Recipe, trainer: Layout, ignored: tuple[str, ...]) -> None:

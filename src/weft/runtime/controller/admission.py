@@ -35,6 +35,7 @@ MAX_RUNS = 1 << 22
 MAX_ADDRESS = 1 << 63
 MAX_SECONDS = 1e6
 """What is reported to have taken longer was not measured right."""
+MAX_GBPS = 1e6
 MAX_STAGES = 16
 NEAR = 1 << 29
 """With strides up to this, offsets fit into 64 bits, whatever the extents."""
@@ -70,8 +71,9 @@ def check_join(join: Join) -> None:
         wrong.append("abandoned engines")
     if not (math.isfinite(join.age_s) and join.age_s >= 0) or not 0 <= join.incarnation < MAX_ADDRESS:
         wrong.append(f"an age of {join.age_s} s, incarnation {join.incarnation}")
-    if not is_device(join.place.device) or not 0 <= join.place.nic_gbps < math.inf:
-        wrong.append(f"device {join.place.device[:32]}, network cards of {join.place.nic_gbps} Gb/s")
+    place = join.place
+    if not is_device(place.device) or not 0 <= place.nic_gbps < MAX_GBPS:
+        wrong.append(f"device {place.device[:32]}, network cards of {place.nic_gbps} Gb/s")
     if wrong:
         raise ProtocolError(f"{join.side} {join.rank} joined with impossible values: {', '.join(wrong)}")
     held = join.held.table

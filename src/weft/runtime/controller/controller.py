@@ -122,7 +122,7 @@ class ControllerStatistics:
     writes_per_version: int
     """One-sided writes of a version that is sent whole."""
     slow_hosts: dict[str, float]
-    """Hosts that carry less than the others, and what part of their rate; members are named, not hosts."""
+    """Hosts that carry less than they report, and what part of it; members are named, not hosts."""
     channel: dict[str, int]
 
 
@@ -155,6 +155,7 @@ class Controller:
         topology: Cluster | Path | str | None = None,
         ignore: Sequence[str] = (),
         plan: Plan | Path | str | None = None,
+        any_place: bool = False,
         rebalance: bool = False,
         events: Path | str | None = None,
         security: Security | None = None,
@@ -164,7 +165,8 @@ class Controller:
         `policy` says which trainer sends where several hold the same bytes; `topology`, a preset or a .toml file, what
         kind of hosts members are on. `ignore` are trainer tensors no engine has, by name or pattern (`visual.*`).
         `plan`, instead of these three: a plan, or the file of one, to follow; members that differ from it are refused.
-        `rebalance`: plan again when a host is found to carry less than the others, so that others send what they can.
+        `any_place`: they may be on other hosts and GPUs than it says.
+        `rebalance`: plan again when a host is found to carry less than it reports, so that others send what they can.
         `events`: a file to append a line to for every member, plan and version; `weft why`, `weft trace` and `weft
         dashboard` show it.
         `security`: its own key, `controller.key` by default, and the keys it admits; without it, `address` must be on
@@ -181,6 +183,7 @@ class Controller:
             topology=topology,
             ignore=ignore,
             plan=plan,
+            any_place=any_place,
             rebalance=rebalance,
             transfer=(settings or TransferSettings()).paced(num_trainers + num_engine_ranks),
         )

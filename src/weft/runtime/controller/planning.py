@@ -15,7 +15,7 @@ from weft.core.topology import Cluster, load_topology
 from weft.core.version import CommitPolicy
 from weft.errors import ConfigError
 from weft.runtime.compile.following import follow_plan
-from weft.runtime.compile.matching import plan_members
+from weft.runtime.compile.matching import plan_members, reported_cluster
 from weft.runtime.control.messages import Join
 
 DEFAULT_TOPOLOGY = "h100-ib400"
@@ -26,12 +26,15 @@ class Planning:
     """What was requested when the controller was started; unknown names and bad files are errors at that point."""
 
     policy: Policy
-    cluster: Cluster
+    cluster: Cluster | None
+    """The kind of hosts; None: the default, with the network cards that members report."""
     ignore: Sequence[str]
     transfer: TransferSettings
     """How versions are transferred; the plan says the same."""
     saved: Plan | None
     """A plan to follow instead."""
+    any_place: bool = False
+    """Whether members may be elsewhere than the saved plan says."""
     saved_digest: str = ""
 
     @classmethod
@@ -42,6 +45,7 @@ class Planning:
         topology: Cluster | Path | str | None,
         ignore: Sequence[str],
         plan: Plan | Path | str | None,
+        any_place: bool = False,
         rebalance: bool = False,
         transfer: TransferSettings,
     ) -> Planning:
@@ -53,6 +57,8 @@ class Planning:
             )
         if plan is not None and rebalance:
             raise ConfigError("a saved plan cannot be rebalanced", hint="leave out `rebalance` or `plan`")
+        if plan is None and any_place:
+            raise ConfigError("`any_place` needs a saved plan", hint="leave it out: members are planned where they are")
         if isinstance(policy, CommitPolicy):
             raise ConfigError(
                 f"`policy` is the commit policy `{policy}`, expected a sending policy",
@@ -63,10 +69,11 @@ class Planning:
             transfer = _as_planned(saved, transfer)
         return cls(
             policy=parse_policy(Policy.BALANCED if policy is None else policy),
-            cluster=_cluster(DEFAULT_TOPOLOGY if topology is None else topology),
+            cluster=None if topology is None else _cluster(topology),
             ignore=ignore,
             transfer=transfer,
             saved=saved,
+            any_place=any_place,
             saved_digest="" if saved is None else plan_file.digest(saved),
         )
 
@@ -97,14 +104,18 @@ class Planning:
     ) -> tuple[Plan, str]:
         """The plan between the members that joined, and its digest: the file's, if there is one.
 
-        `speeds`: hosts that carry only a fraction of what their network cards should.
+        `speeds`: hosts that carry only a fraction of what they report.
         """
         if self.saved is not None:
-            return follow_plan(self.saved, trainers, engines, ranks_per_engine=ranks_per_engine), self.saved_digest
+            plan = follow_plan(
+                self.saved, trainers, engines, ranks_per_engine=ranks_per_engine, any_place=self.any_place
+            )
+            return plan, self.saved_digest
+        joins = [*trainers.values(), *engines.values()]
         plan = plan_members(
             trainers,
             engines,
-            self.cluster,
+            self.cluster or reported_cluster(load_topology(DEFAULT_TOPOLOGY), joins),
             ranks_per_engine=ranks_per_engine,
             policy=self.policy,
             ignore=self.ignore,

@@ -239,7 +239,7 @@ class Rounds:
         self._versions.forget_members()
 
     def look_at_rates(self, transfer: Transfer) -> None:
-        """Which hosts carried less than the others; plan around them, if that was asked for."""
+        """Which hosts carried less than they report; plan around them, if that was asked for."""
         if self.slow_hosts.look(transfer.links, self._membership.members) and self._rebalances:
             log.warning("planning again for these rates")
             self.slow_hosts.plan_for_found()

@@ -1,12 +1,17 @@
-"""Which hosts carry less than the others, from what writes of the last versions took.
+"""Which hosts carry less than they report, from what writes of the last versions took.
 
 A slow sending host makes its own trainers late, and no others; a slow receiving host makes all that is written to its
-engines late. So a host is compared with the others of its side: bytes of all its links that cross the network, over
-the time until the last of them was written.
+engines late. So a host is compared with the others of its side. Its rate is bytes of all its links that cross the
+network, over the time until the last of them was written; its *use* is this rate over what its network cards report.
+Nobody knows what a network really reaches of that, but it should be the same part everywhere: a host whose use is
+notably lower than that of the others is slow.
+
+Hosts at the other end may be the limit, whatever a host's own cards could do. A host is not slow if those it writes to
+(or that write to it) are busy and it has its part of what they carry.
 
     rates = HostRates()
-    rates.add(links, trainers={0: "a", 1: "b"}, engines={0: "c", 1: "d"})       # after every version
-    rates.slow_hosts({})                                                       # {"b": 0.1}
+    rates.add(links, trainers={0: "a", 1: "b"}, engines={0: "c", 1: "d"}, reported={"a": 1.0, "b": 0.25})
+    rates.slow_hosts({})                                    # after some versions: {"b": 0.1}
 """
 
 from __future__ import annotations
@@ -15,6 +20,7 @@ import logging
 import statistics
 from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,11 +32,14 @@ from weft.runtime.controller.written_links import WrittenLinks
 
 log = logging.getLogger(__name__)
 Int64s = NDArray[np.int64]
+Floats = NDArray[np.float64]
 NUM_VERSIONS = 3
 """A host is judged by the median of so many versions."""
-SLOW = 0.6
-"""A host that carries less than this part of what the others do is slow. Two that share a receiver's card differ, too:
-the first to end has had up to twice the rate of the other, and TCP has given one of them 1.4 times as much."""
+SLOW = 0.75
+"""A host whose use is less than this part of the others' is slow. One of three cards that is gone leaves 0.67."""
+FAIR = 0.6
+"""Hosts that share the cards at the other end do so unevenly: of two, the first to end has had up to twice the rate of
+the other, and TCP has given one of them 1.4 times as much. More than this part is a host's fair part."""
 NOTABLE = 1.25
 """Rates that differ by less than this factor are the same."""
 MIN_SECONDS = 0.02
@@ -54,10 +63,11 @@ class SlowHosts:
 
     def look(self, links: WrittenLinks, members: Mapping[MemberId, Member]) -> bool:
         """A version was written: whether hosts carry notably less, or more, than planned for."""
-        self._rates.add(links, trainers=_hosts(members, "trainer"), engines=_hosts(members, "engine"))
+        joins = [known.join for known in members.values()]
+        sides = {"trainers": _hosts(members, "trainer"), "engines": _hosts(members, "engine")}
+        self._rates.add(links, **sides, reported=host_speeds(joins, {}))
         self._found = self._rates.slow_hosts(self.planned)
         self._report(members)
-        joins = [known.join for known in members.values()]
         return differ(host_speeds(joins, self._found), host_speeds(joins, self.planned))
 
     def _report(self, members: Mapping[MemberId, Member]) -> None:
@@ -70,7 +80,7 @@ class SlowHosts:
         named = {", ".join(on_host[host]): round(share, 3) for host, share in self._found.items() if host in on_host}
         if differ(named, self.by_members):
             for who, share in named.items():
-                log.warning("the host of %s carries only %.2f of what the other hosts carry", who, share)
+                log.warning("the host of %s carries only %.2f of what it reports, compared with the others", who, share)
         self.by_members = named
 
     def plan_for_found(self) -> None:
@@ -78,39 +88,122 @@ class SlowHosts:
         self.planned = self._found
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Carried:
+    """What a host carried in one version."""
+
+    share: float
+    """Its use, over that of the others."""
+    own_share: float
+    """The same; 1 if it was held up by the hosts at the other end."""
+
+
 class HostRates:
-    """What the hosts of a fleet carry, as a share of what the others do."""
+    """What the hosts of a fleet carry of what they report, compared with the others."""
 
     def __init__(self) -> None:
-        self._shares: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=NUM_VERSIONS))
+        self._carried: dict[str, deque[Carried]] = defaultdict(lambda: deque(maxlen=NUM_VERSIONS))
 
-    def add(self, links: WrittenLinks, *, trainers: Mapping[int, str], engines: Mapping[int, str]) -> None:
-        """A version was written; `trainers`, `engines`: the host of every rank."""
+    def add(
+        self,
+        links: WrittenLinks,
+        *,
+        trainers: Mapping[int, str],
+        engines: Mapping[int, str],
+        reported: Mapping[str, float] | None = None,
+    ) -> None:
+        """A version was written; `trainers`, `engines`: the host of every rank.
+
+        `reported`: what the cards of each host carry by its own account, in any unit; without it, all are alike.
+        """
         if not (links.seconds >= MIN_SECONDS).any():
             return
         names = sorted({*trainers.values(), *engines.values()})
+        cards = np.array([(reported or {}).get(name, 1.0) for name in names])
         source, target = _numbers(links.trainer, trainers, names), _numbers(links.engine, engines, names)
         counts = (source >= 0) & (target >= 0) & (source != target) & (links.seconds > 0)
-        num_bytes, seconds = links.num_bytes[counts], links.seconds[counts]
-        sending, receiving = (_shares(names, hosts[counts], num_bytes, seconds) for hosts in (source, target))
-        found = sending
-        for host, share in receiving.items():
-            found[host] = min(share, found.get(host, share))
-        for host, share in found.items():
-            self._shares[host].append(share)
+        flows = Flows(
+            hosts=source[counts],
+            peers=target[counts],
+            num_bytes=links.num_bytes[counts],
+            seconds=links.seconds[counts],
+            cards=cards,
+        )
+        found = flows.carried()
+        for number, carried in flows.turned().carried().items():
+            other = found.get(number, carried)
+            found[number] = Carried(
+                share=min(carried.share, other.share), own_share=min(carried.own_share, other.own_share)
+            )
+        for number, carried in found.items():
+            self._carried[names[number]].append(carried)
 
     def slow_hosts(self, known: Mapping[str, float]) -> dict[str, float]:
-        """Hosts that were slow in the last versions, and the share of the others' rate that each carries.
+        """Hosts that were slow in the last versions, and the share of what they report that each carries.
 
-        `known`: what was found before; it stands for hosts that have not been measured often enough since.
+        `known`: what was found before; it stands for hosts that have not been measured often enough since. Hosts that
+        have been planned around are not excused: the others are busy then, because they carry more.
         """
-        judged = {host: statistics.median(found) for host, found in self._shares.items() if len(found) == NUM_VERSIONS}
+        judged = {
+            host: statistics.median(each.share if host in known else each.own_share for each in carried)
+            for host, carried in self._carried.items()
+            if len(carried) == NUM_VERSIONS
+        }
         slow = {host: share for host, share in judged.items() if share < SLOW}
         return {host: share for host, share in known.items() if host not in judged} | slow
 
     def forget(self) -> None:
         """The members have changed."""
-        self._shares.clear()
+        self._carried.clear()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Flows:
+    """Links that cross the network, by the numbers of their hosts, and the cards of every host."""
+
+    hosts: Int64s
+    peers: Int64s
+    num_bytes: Int64s
+    seconds: Floats
+    cards: Floats
+
+    def turned(self) -> Flows:
+        """The same, seen from the other side."""
+        return replace(self, hosts=self.peers, peers=self.hosts)
+
+    def carried(self) -> dict[int, Carried]:
+        """What the hosts of this side carried, if they were busy for long enough to tell, and there are several."""
+        rate = self._rate()
+        use, use_of_peers = rate / self.cards, self.turned()._rate() / self.cards
+        part = rate / np.minimum(self.cards, self._fair_part())
+        moved, busiest = np.maximum(self._sum(self.num_bytes), 1), max(use.max(), use_of_peers.max())
+        is_limited = self._sum(self.num_bytes * use_of_peers[self.peers]) / moved >= SLOW * busiest
+        measured = np.flatnonzero(rate)
+        found = {}
+        for host in measured.tolist() if len(measured) > 1 else ():
+            others = measured[measured != host]
+            share = float(use[host] / np.median(use[others]))
+            is_held_up = is_limited[host] and part[host] >= FAIR * np.median(part[others])
+            found[host] = Carried(share=share, own_share=1.0 if is_held_up else share)
+        return found
+
+    def _rate(self) -> Floats:
+        """Of every host; a host's links end with the last of them. 0: not known."""
+        took = np.zeros(len(self.cards))
+        np.maximum.at(took, self.hosts, self.seconds)
+        is_long = took >= MIN_SECONDS
+        return np.where(is_long, self._sum(self.num_bytes) / np.where(is_long, took, 1.0), 0.0)
+
+    def _fair_part(self) -> Floats:
+        """What every host may have of its peers' cards, if these are shared evenly; at least something."""
+        pairs = np.unique(self.hosts * len(self.cards) + self.peers)
+        hosts, peers = pairs // len(self.cards), pairs % len(self.cards)
+        each = self.cards / np.maximum(np.bincount(peers, minlength=len(self.cards)), 1)
+        part = np.bincount(hosts, weights=each[peers], minlength=len(self.cards))
+        return np.where(part > 0, part, self.cards)
+
+    def _sum(self, of_link: Int64s | Floats) -> Floats:
+        return np.bincount(self.hosts, weights=of_link, minlength=len(self.cards)).astype(np.float64)
 
 
 def _hosts(members: Mapping[MemberId, Member], side: str) -> dict[int, str]:
@@ -132,20 +225,3 @@ def _numbers(ranks: Int64s, hosts: Mapping[int, str], names: Sequence[str]) -> I
         if rank < len(of_rank):
             of_rank[rank] = numbers[host]
     return of_rank[ranks]
-
-
-def _shares(names: Sequence[str], hosts: Int64s, num_bytes: Int64s, seconds: NDArray[np.float64]) -> dict[str, float]:
-    """The rate of each host of one side, over the median of the other hosts'.
-
-    `hosts`: of each link. A host's links end with the last of them.
-    """
-    moved = np.bincount(hosts, weights=num_bytes, minlength=len(names))
-    took = np.zeros(len(names))
-    np.maximum.at(took, hosts, seconds)
-    rates = {int(host): float(moved[host] / took[host]) for host in np.flatnonzero(took >= MIN_SECONDS)}
-    shares = {}
-    for host, rate in rates.items():
-        usual = statistics.median([other for number, other in rates.items() if number != host] or [0.0])
-        if usual > 0:
-            shares[names[host]] = rate / usual
-    return shares
