@@ -195,12 +195,12 @@ def test_a_plan_for_two_hosts_runs_on_one_only_if_that_is_asked_for(tmp_path):
     with ExitStack() as stack:
         address, ended = stack.enter_context(controller(path, "--any-place"))
         trainers, engines = started(stack, address, path)
-        assert [t.answer(ANSWER_S) for t in trainers] == ["committed"] * 2
+        assert [t.answer(ANSWER_S)[0] for t in trainers] == ["committed"] * 2
         sent = [sent_by(e.answer(ANSWER_S), 0) for e in engines]
         assert sent == plan_file.load(path).pair_bytes[0].tolist()
         for process in trainers:
             process.ask("next")
-        assert [t.answer(ANSWER_S) for t in trainers] == ["committed"] * 2
+        assert [t.answer(ANSWER_S)[0] for t in trainers] == ["committed"] * 2
         statistics, _ = ended()
     assert statistics["num_committed"] == 2
 
