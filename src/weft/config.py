@@ -138,7 +138,8 @@ class TransferSettings:
     """An engine that has not committed a version this long after it was decided is dropped; it joins again when its
     thread is back."""
     pause_s: float = 30.0
-    """The same for an engine that does not pause for an in-place version."""
+    """The same for an engine that does not pause for an in-place version, or whose thread does not open its memory
+    while others, by a quorum, can go on without it."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "mode", _member_of(ReceiverMode, self.mode, "mode"))

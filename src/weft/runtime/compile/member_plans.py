@@ -186,9 +186,9 @@ class MemberPlans:
     def send_plan(self, trainer: int, engines: Mapping[int, Opened], trainers: Mapping[int, Opened]) -> SendPlan:
         """What one trainer writes. It begins with the engine rank of its own number, so that all are busy.
 
-        `engines` and `trainers`: what they have opened.
+        `engines` and `trainers`: what they have opened; engine ranks that have not are left out.
         """
-        linked = np.flatnonzero(self._linked[trainer]).tolist()
+        linked = [engine for engine in np.flatnonzero(self._linked[trainer]).tolist() if engine in engines]
         first = trainer % max(len(self._engines), 1)
         ordered = [e for e in linked if e >= first] + [e for e in linked if e < first]
         servers = {holder: trainers[holder].magnitudes for holder in self._neighbours.servers_of(trainer)}

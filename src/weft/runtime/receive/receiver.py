@@ -394,7 +394,7 @@ class Receiver:
         """The controller has waited in vain: request the engine's thread."""
         self._stop_coming(error, torn=False)
         with self._changed:
-            self._is_stalled = True
+            self._is_stalled, self._engine_task = True, None
             self._changed.notify_all()
         self._on_wanted(None)
 
@@ -559,11 +559,17 @@ class Receiver:
         if self._mode.reserve(self._memory, message):
             self._offer(message.round)
         else:
-            with self._changed:
-                self._engine_task = lambda: self._open_live(message)
-                self._changed.notify_all()
-            self._on_wanted(None)
+            self._request_thread(message)
         self._opening = None
+
+    def _request_thread(self, message: Open) -> None:
+        """Only the engine's thread may open; the controller hears what this rank waits for."""
+        reason = f"{self._member} is waiting for its engine's thread to open memory"
+        self._control.post(Blocked(round=message.round, reason=reason, by_thread=True))
+        with self._changed:
+            self._engine_task = lambda: self._open_live(message)
+            self._changed.notify_all()
+        self._on_wanted(None)
 
     def _offer(self, number: int) -> None:
         """From now on a trainer may write at any time, without another message from the controller."""
