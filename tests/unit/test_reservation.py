@@ -97,6 +97,45 @@ def test_an_engine_with_too_little_says_so_on_both_sides():
             sender.publish(version=1).wait_committed(SOON_S)
 
 
+def _refuse_memory(_: int) -> None:
+    raise MemoryError("the machine has none")
+
+
+@pytest.mark.parametrize(
+    ("reserved_bytes", "allocate", "told"),
+    [
+        (MB, None, r"engine 0 in mode in_place: versions need 0\.002 GB to land in, but 0\.001 GB were reserved"),
+        (4 * MB, _refuse_memory, "engine 0 cannot open memory: MemoryError: the machine has none"),
+    ],
+    ids=["reservation too small", "machine too small"],
+)
+def test_an_engine_whose_window_does_not_fit_leaves_and_says_why(reserved_bytes, allocate, told, monkeypatch):
+    """In place the engine's own thread opens memory: 2 MB, through which weights pass that are converted."""
+    trained, served = np.ones(1_000_000, dtype=np.float32), np.zeros(1_000_000, dtype=np.float16)
+    settings = weft.TransferSettings(mode="in_place", transport="cma")
+    weights = Weights.from_arrays({"w": trained})
+    with (
+        weft.Controller(num_trainers=1, num_engine_ranks=1, settings=settings) as controller,
+        weft.Sender(controller.address, rank=0, weights=weights, timeout_s=SOON_S) as sender,
+        weft.Receiver(
+            controller.address,
+            rank=0,
+            weights=Weights.from_arrays({"w": served}),
+            reservation=Reservation("cpu", reserved_bytes),
+        ) as receiver,
+    ):
+        if allocate is not None:
+            monkeypatch.setattr(receiver._transports, "allocate", allocate)
+        with pytest.raises(WeftError, match=told) as raised:
+            receiver.wait(SOON_S)
+        hint = "start the engine with WEFT_RESERVE=3MB, or lower window_bytes or patch_share of the controller"
+        assert raised.value.hint == (hint if allocate is None else None)
+        with pytest.raises(WeftError, match=told):
+            receiver.poll()
+        with pytest.raises(WeftError, match=told):
+            sender.publish(version=1).wait_committed(SOON_S)
+
+
 @pytest.mark.parametrize("mode", ["shadow", "in_place", "patch"])
 def test_the_bound_of_a_mode_is_enough_for_it(mode):
     trained, served = np.ones(1_000_000, dtype=np.float32), np.zeros(1_000_000, dtype=np.float32)

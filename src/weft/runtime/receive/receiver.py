@@ -277,10 +277,12 @@ class Receiver:
             return
         try:
             task()
-        except WeftError as error:
-            self._error = error
+        except (WeftError, MemoryError, OSError, RuntimeError) as cause:
+            self._error = error = self._cannot_open(cause)
             self._control.leave(str(error))
-            raise
+            if error is cause:
+                raise
+            raise error from cause
 
     def _may_commit_now(self) -> bool:
         """With the lock held: whether the engine's ranks have agreed on this step."""
@@ -493,10 +495,21 @@ class Receiver:
                 raise
             self._block(f"no memory to land in while a lost writer can still reach the old memory: {error}")
 
+    def _cannot_open(self, error: Exception) -> WeftError:
+        """What callers are told of an error while memory was opened."""
+        if isinstance(error, WeftError):
+            return error
+        if isinstance(error, OutOfReserve):
+            return self._too_large(error)
+        return TransportError(f"{self._member} cannot open memory: {type(error).__name__}: {error}")
+
     def _too_large(self, error: OutOfReserve) -> ConfigError:
         mode = self._control.settings.mode
         needed = -(-error.num_bytes // 10**6)
-        hint = f"start the engine with WEFT_RESERVE={needed}MB, or choose a mode that needs less (in_place, patch)"
+        less = "choose a mode that needs less (in_place, patch)"
+        if mode is not ReceiverMode.SHADOW:
+            less = "lower window_bytes or patch_share of the controller"
+        hint = f"start the engine with WEFT_RESERVE={needed}MB, or {less}"
         return ConfigError(f"{self._member} in mode {mode}: {error}", hint=hint)
 
     def _keep_out(self, unsettled: Sequence[Writer]) -> bool:
