@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 import weft
 from weft.errors import WeftError
+from weft.runtime.receive.reachable import ReachableMemory
 from weft.runtime.receive.reservation import OutOfReserve, Reservation
 from weft.runtime.weights import Weights
 from weft.transport.base import ordinary_memory
@@ -95,6 +98,30 @@ def test_an_engine_with_too_little_says_so_on_both_sides():
         assert "WEFT_RESERVE=4MB" in (raised.value.hint or "")
         with pytest.raises(WeftError, match=r"0\.001 GB were reserved"):
             sender.publish(version=1).wait_committed(SOON_S)
+
+
+class Transports:
+    """Transports of an engine on a GPU, as far as memory is concerned."""
+
+    def pass_host(self, through_host: bool) -> None: ...
+
+    def close_all(self) -> None: ...
+
+
+def test_what_is_reserved_beside_the_weights_is_released_while_versions_land_in_host_memory(caplog):
+    caplog.set_level(logging.INFO)
+    before = resident_bytes()
+    reservation = Reservation("cpu", 64 * MB)
+    memory = ReachableMemory(SimpleNamespace(device="cuda:0"), Transports(), reservation)
+    memory.pass_host(False)
+    assert resident_bytes() - before > 60 * MB
+    memory.pass_host(True)
+    with reservation.aside():
+        pass
+    assert resident_bytes() - before < 10 * MB
+    assert "0.064 GB that were reserved for them on cuda:0 are released" in caplog.text
+    memory.pass_host(False)
+    assert resident_bytes() - before > 60 * MB, "another trainer has come, on a GPU"
 
 
 def _refuse_memory(_: int) -> None:
