@@ -163,11 +163,14 @@ def test_an_engine_whose_window_does_not_fit_leaves_and_says_why(reserved_bytes,
             sender.publish(version=1).wait_committed(SOON_S)
 
 
-@pytest.mark.parametrize("mode", ["shadow", "in_place", "patch"])
-def test_the_bound_of_a_mode_is_enough_for_it(mode):
+@pytest.mark.parametrize(
+    ("mode", "delta"),
+    [("shadow", "off"), ("in_place", "off"), ("shadow", "on"), ("in_place", "on"), ("patch", "on")],
+)
+def test_the_bound_of_a_mode_is_enough_for_it(mode, delta):
     trained, served = np.ones(1_000_000, dtype=np.float32), np.zeros(1_000_000, dtype=np.float32)
     bound = weft.config.EngineSettings(reserve=mode).reserved_bytes(served.nbytes, "cpu")
-    settings = weft.TransferSettings(mode=mode, delta="on" if mode == "patch" else "off")
+    settings = weft.TransferSettings(mode=mode, delta=delta)
     reservation = Reservation("cpu", bound)
     with (
         weft.Controller(num_trainers=1, num_engine_ranks=1, settings=settings) as controller,
