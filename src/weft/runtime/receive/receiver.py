@@ -227,11 +227,11 @@ class Receiver:
 
         In place, writers need not wait for the engine's thread: it is known to be here. Raises as `wait` and `commit`.
         """
-        if self._control.settings.mode is not ReceiverMode.IN_PLACE:
-            update = self.wait(timeout_s)
-            update.commit(timeout_s)
-            return update.version
         deadline = time.monotonic() + timeout_s
+        while not self._mode.is_in_place(whole=False):  # before there is a plan it is not known that all versions are
+            update = self.wait(max(deadline - time.monotonic(), 0.0))
+            if update.commit(timeout_s):
+                return update.version
         self._work.synchronize()  # what the engine queued still reads the old weights
         with self._changed:
             while True:
@@ -324,7 +324,7 @@ class Receiver:
         try:
             self._mode.make_visible(version, whole=self._state.is_whole)
         except BaseException:
-            self._state.poison = f"version {version} was only partly made visible"
+            self._state.tear(f"version {version} was only partly made visible")
             raise
 
     def _serve(self, version: int) -> None:
@@ -364,9 +364,10 @@ class Receiver:
         late = f"version {version} was not decided in {timeout_s:.1f} s"
         if not settled:
             self._control.post(Failed(version=version, reason=f"{self._member} gave up: {late}"))
-        self._state.poison = ending.reason if ending is not None else str(self._error or late)
+        why = ending.reason if ending is not None else str(self._error or late)
+        self._state.tear(why)
         raise IntegrityError(
-            f"version {version} failed on {self._member} after writing had begun: {self._state.poison}",
+            f"version {version} failed on {self._member} after writing had begun: {why}",
             hint="the weights are torn; serve again after the next commit",
         )
 
@@ -538,8 +539,8 @@ class Receiver:
         if self._blocked != (message.round, blocked):
             self._blocked = message.round, blocked
             self._control.post(Blocked(round=message.round, reason=blocked))
-        if self._state.poison is not None:
-            self._state.poison = reason
+        with self._changed:
+            self._state.stay_torn(reason)
 
     def _cut(self, incarnations: set[int]) -> None:
         """Some trainers have lost their right to write: close everything now, and open again in the next round."""
@@ -554,7 +555,9 @@ class Receiver:
     def _forget_coming(self) -> None:
         """What is staged or in flight is overwritten from now on."""
         self._following.stop()
-        self._following.landing, self._state.ready = None, None
+        self._following.landing = None
+        with self._changed:
+            self._state.overwrite()
 
     def _open(self, message: Open) -> None:
         """Open transports and prepare the memory that will be written."""
@@ -597,7 +600,8 @@ class Receiver:
 
     def _expect(self, version: int, *, whole: bool) -> None:
         """A version is coming: follow it, and in place ask the engine to pause."""
-        is_paused = self._state.expect(version, whole=whole)
+        with self._changed:
+            is_paused = self._state.expect(version, whole=whole)
         as_patches = self._control.settings.delta is DeltaPolicy.ON and not whole
         self._following.begin(version, as_patches=as_patches, whole=whole)
         if not as_patches:
@@ -627,11 +631,12 @@ class Receiver:
                 self._changed.notify_all()
 
     def _decide(self, decision: Decide) -> None:
-        self._state.is_under_way = False
+        """A version was committed or aborted."""
+        with self._changed:
+            self._state.decide()
         if decision.commit:
             self._following.count()  # so that transports need not keep counts that are never read
         self._following.stop()
-        self._state.ready = None
         if not self._is_in_place:
             if decision.commit:
                 self._hand_out(decision.version)
@@ -675,7 +680,8 @@ class Receiver:
         again_s, report = self._following.look(self._mode, self._state.holds)
         if report is not None:
             if isinstance(report, Ready):
-                self._state.ready = report.version
+                with self._changed:
+                    self._state.complete(report.version)
             self._control.post(report)
         return again_s
 
@@ -686,10 +692,10 @@ class Receiver:
     def _stop_coming(self, error: WeftError, *, torn: bool) -> None:
         """What was in flight is not finished; what was decided stays."""
         version = self._following.count()
-        if version is not None:
-            self._state.ready = version  # other ranks may have been told to commit it
         self._following.stop()
         with self._changed:
+            if version is not None:
+                self._state.complete(version)  # other ranks may have been told to commit it
             if self._state.pending is not None and self._is_in_place:
                 self._end_in_place(Ending(version=self._state.pending, commit=False, torn=torn, reason=str(error)))
 
