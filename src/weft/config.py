@@ -180,7 +180,8 @@ class TransferSettings(Settings):
     """An engine that has not committed a version this long after it was decided is dropped; it joins again when its
     thread is back."""
     pause_s: float = 30.0
-    """The same for an engine that does not pause for an in-place version."""
+    """The same for an engine that does not pause for an in-place version, or whose thread does not open its memory
+    while others, by a quorum, can go on without it."""
 
     def __post_init__(self) -> None:
         Settings.__post_init__(self)
@@ -256,10 +257,11 @@ class EngineSettings:
     """Longest time an engine pauses for a version."""
     reserve: str = "shadow"
     """Memory set aside for versions before the KV cache takes the rest: what a mode needs (`shadow`, `in_place`,
-    `patch`), a size such as `20GiB`, or `none`."""
+    `patch`) with the default `patch_share` and `window_bytes`, a size such as `20GiB`, or `none`."""
 
     def reserved_bytes(self, weight_bytes: int, device: str) -> int:
-        """Bytes to reserve for so many bytes of weights. For modes an upper bound; the plan has the exact figure."""
+        """Bytes to reserve for so many bytes of weights. For modes an upper bound, with or without patches, while the
+        controller has the default `patch_share` and `window_bytes`; the plan has the exact figure."""
         settings = TransferSettings()
         patches = settings.patch_share * weight_bytes + SPARE_BYTES
         match self.reserve:
@@ -267,10 +269,8 @@ class EngineSettings:
                 return 0
             case "shadow":
                 return int(weight_bytes + patches)
-            case "patch":
+            case "patch" | "in_place":
                 return int(patches) + settings.window_bytes_on(device)
-            case "in_place":
-                return settings.window_bytes_on(device)
         return parsed_size(self.reserve)
 
     def __post_init__(self) -> None:

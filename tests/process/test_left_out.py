@@ -16,6 +16,7 @@ from weft.config import TransferSettings
 from weft.core.version import CommitPolicy
 from weft.runtime.control.messages import (
     Alive,
+    Beat,
     Committed,
     Decide,
     Expect,
@@ -24,11 +25,14 @@ from weft.runtime.control.messages import (
     Leave,
     LeftOut,
     Open,
+    Opened,
     Paused,
     Ready,
+    ReceivePlan,
     Reconnect,
     Refused,
     Reopened,
+    SendPlan,
     Verify,
     Want,
     Welcome,
@@ -184,6 +188,36 @@ def test_a_loss_that_is_reported_late_does_not_cost_an_engine_its_new_membership
         stays.hear(Decide)
         stays.send(Committed(version=1))
         follow_plan(first, second, stays, returns)
+
+
+def test_an_engine_that_leaves_while_memory_is_opened_is_left_out():
+    """It joins again while a version is written; what it had opened before does not count."""
+    names = ["trainer 0", "trainer 1", "engine 0", "engine 1"]
+    with controller_of(2) as controller, ExitStack() as stack:
+        members = [stack.enter_context(RawMember(controller.address, *_named(name))).join() for name in names]
+        first, second, stays, leaves = members
+        for member in (first, second, stays):
+            member.open()
+        opening = leaves.hear(Open)
+        first.send(Want(version=1))
+        leaves.send(Leave())
+        for trainer in (first, second):
+            assert [target.engine for target in trainer.hear(SendPlan).targets] in ([0], [])
+        stays.hear(ReceivePlan)
+        assert first.hear(Decide, Go) == second.hear(Go)
+        assert not controller.wait_planned(0.0), "engine 1 has no plan"
+        leaves.join()
+        leaves.hear(Welcome)
+        leaves.send(Opened(round=opening.round, offers={}))
+        leaves.send(Beat())
+        leaves.hear(Alive)
+        assert controller._membership.live_engines() == [0]
+        assert "engine 1" in controller.statistics().members
+
+
+def _named(name: str) -> tuple[str, int]:
+    side, rank = name.split()
+    return side, int(rank)
 
 
 def endpoint_of(member: str, transport: str = "cma") -> Endpoint:

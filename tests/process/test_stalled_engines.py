@@ -83,6 +83,12 @@ class Fleet:
         self.weights[...] = version
         self.sender.publish(version=version).wait_committed(SOON_S)
 
+    def replace_trainer(self, timeout_s: float = SOON_S) -> None:
+        """All members open again, for another plan."""
+        self.sender.close()
+        weights = Weights.from_arrays({"w": self.weights})
+        self.sender = Sender(self.controller.address, rank=0, weights=weights, timeout_s=timeout_s)
+
     def wait_lost(self, member: str, why: str) -> None:
         wait_until(lambda: why in self.controller.statistics().lost.get(member, ""), SOON_S, f"{member} {why}")
 
@@ -174,3 +180,40 @@ def test_an_engine_that_does_not_stand_still_is_left_out(fleet):
     fleet.publish(3)
     wait_until(lambda: fleet.engines[1].serves == [3.0], SOON_S, "engine 1 takes part again")
     assert fleet.engines[0].serves == [3.0]
+
+
+@pytest.mark.parametrize(
+    "fleet",
+    [{"quorum": 1, "mode": "in_place", "pause_s": STALLED_S, "ranks_per_engine": number} for number in (1, 2)],
+    indirect=True,
+)
+def test_with_a_quorum_versions_go_on_without_an_engine_that_does_not_open_memory(fleet):
+    fleet.publish(1)
+    wait_until(lambda: {*fleet.engines[0].serves, *fleet.engines[1].serves} == {1.0}, SOON_S, "all serve it")
+    fleet.engines[1].hold()
+    fleet.replace_trainer()
+    fleet.publish(2)
+    assert set(fleet.engines[0].serves) == {2.0}
+    for rank in fleet.engines[1].ranks:
+        fleet.wait_lost(f"engine {rank}", f"waited {STALLED_S} s for its engine's thread to open memory")
+    assert set(fleet.engines[1].serves) == {1.0}, "nobody wrote into it"
+    fleet.engines[1].go_on()
+    fleet.wait_complete()
+    fleet.publish(3)
+    wait_until(lambda: {*fleet.engines[0].serves, *fleet.engines[1].serves} == {3.0}, SOON_S, "all take part again")
+
+
+@pytest.mark.parametrize("fleet", [{"quorum": 0, "mode": "in_place", "pause_s": 0.1}], indirect=True)
+def test_an_engine_that_takes_long_to_start_is_named_and_waited_for(fleet):
+    """Nobody could go on without it."""
+    fleet.engines[1].hold()
+    fleet.replace_trainer(timeout_s=STALLED_S)
+    told = "engine 1 is waiting for its engine's thread to open memory"
+    wait_until(lambda: told in fleet.controller._rounds.status, SOON_S, "the controller knows why")
+    with pytest.raises(WeftError, match=told):
+        fleet.publish(1)
+    with pytest.raises(WeftError, match=told):
+        fleet.engines[0].receivers[0].wait(0.1)
+    assert not fleet.controller.statistics().lost
+    fleet.engines[1].go_on()
+    fleet.wait_complete()

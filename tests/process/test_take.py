@@ -72,3 +72,24 @@ def test_an_engine_that_waited_in_vain_takes_later_versions():
         engine.join(20.0)
         assert taken == [1, 2]
         assert (live["a"] == 2.0).all()
+
+
+class CalledOff:
+    """An update in place that was called off before anything was written; or one that was not."""
+
+    def __init__(self, version: int, *, is_called_off: bool) -> None:
+        self.version, self._is_called_off = version, is_called_off
+
+    def commit(self, timeout_s: float) -> bool:
+        return not self._is_called_off
+
+
+def test_an_update_that_is_called_off_is_not_taken(monkeypatch):
+    """The receiver has just been made, and has not heard that versions come in place."""
+    with (
+        Controller(num_trainers=1, num_engine_ranks=1) as controller,
+        Receiver(controller.address, rank=0, weights=Weights.from_arrays(array())) as receiver,
+    ):
+        updates = iter([CalledOff(1, is_called_off=True), CalledOff(2, is_called_off=False)])
+        monkeypatch.setattr(receiver, "wait", lambda timeout_s: next(updates))
+        assert receiver.take(20.0) == 2

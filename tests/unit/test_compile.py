@@ -11,7 +11,7 @@ import pytest
 from tests.process.runtime_members import parts_of
 from tests.support.raw_member import join_message
 from tests.unit.test_plan import small_plan
-from weft.config import Settings, TransferSettings
+from weft.config import EngineSettings, Settings, TransferSettings
 from weft.core.geometry.fingerprint import distinct_rows
 from weft.core.layout import Layout, Shard, Tensor
 from weft.core.plans.memory_cost import memory_cost
@@ -30,18 +30,18 @@ from weft.runtime.control.held import HeldShard, HeldTable
 from weft.runtime.weights import Part, Weights
 
 
-def large_parts(settings: TransferSettings, transport: str) -> tuple[Plan, MemberPlans]:
-    """Two trainers cut along rows, two engine ranks along columns: 8 MiB to each."""
+def large_parts(settings: TransferSettings, transport: str, *, width: int = 2048) -> tuple[Plan, MemberPlans]:
+    """Two trainers cut along rows, two engine ranks along columns: 8 MiB to each, or more."""
     joins = [
-        {rank: join_message(side, rank, held=held_by(rank, dim)) for rank in range(2)}
+        {rank: join_message(side, rank, held=held_by(rank, dim, width)) for rank in range(2)}
         for dim, side in enumerate(("trainer", "engine"))
     ]
     plan = plan_members(*joins, cluster=load_topology("h100-ib400"), ranks_per_engine=1, settings=settings.planned)
     return plan, MemberPlans(plan, "digest", tuple(joins), dict.fromkeys(np.ndindex(2, 2), transport), settings)
 
 
-def held_by(rank: int, dim: int) -> list[HeldShard]:
-    boxes, parts = parts_of(rank, 2, dim, {"w": (2048, 2048)})
+def held_by(rank: int, dim: int, width: int) -> list[HeldShard]:
+    boxes, parts = parts_of(rank, 2, dim, {"w": (width, width)})
     array = np.empty([part.stop - part.start for part in boxes["w"]], dtype=np.float32)
     return Weights.from_arrays({"w": array}, parts=parts).shards
 
@@ -165,6 +165,19 @@ def test_patches_reserve_a_share_and_whole_versions_pass_a_window(mode, transpor
             assert opening.landing_bytes >= received
         else:
             assert 0 < opening.landing_bytes <= 1 << 20
+
+
+@pytest.mark.parametrize(
+    ("mode", "delta"),
+    [("shadow", "off"), ("in_place", "off"), ("shadow", "on"), ("in_place", "on"), ("patch", "on")],
+)
+@pytest.mark.parametrize("transport", ["shm", "nixl"])
+def test_what_a_mode_reserves_is_enough_for_large_weights(mode, delta, transport):
+    plan, parts = large_parts(TransferSettings(mode=mode, delta=delta), transport, width=16384)
+    for engine in range(plan.topology.num_engines):
+        opening, received = parts.opening(engine), int(plan.rx_bytes[engine])
+        needed = opening.landing_bytes + opening.patch_bytes
+        assert needed <= EngineSettings(reserve=mode).reserved_bytes(received, "cpu")
 
 
 def test_room_for_patches_is_never_too_small_for_their_headers():

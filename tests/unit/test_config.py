@@ -85,7 +85,7 @@ def test_what_an_engine_reserves():
         ("none", 0),
         ("shadow", int(1.05 * weights) + SPARE_BYTES),
         ("patch", int(0.05 * weights) + SPARE_BYTES + window),
-        ("in_place", window),
+        ("in_place", int(0.05 * weights) + SPARE_BYTES + window),
         ("20GiB", 20 << 30),
         ("1.5 GB", 1_500_000_000),
         ("4096", 4096),

@@ -14,7 +14,11 @@ def standing(state: RankState) -> tuple[object, ...]:
 def test_a_version_beside_the_live_weights():
     state = RankState()
     assert state.expect(7, whole=False) is False
-    state.ready = 7
+    assert (state.is_under_way, state.ready) == (True, None)
+    state.complete(7)
+    assert (state.is_under_way, state.ready) == (True, 7)
+    state.decide()
+    assert (state.is_under_way, state.ready) == (False, None)
     assert state.hand_out(7, agrees=False) is None
     assert state.may_commit() is Turn.NOW
     state.serve(7)
@@ -102,8 +106,22 @@ def test_an_engine_that_stands_still_is_not_asked_twice():
 def test_poisoned_weights_are_no_version_until_one_is_served():
     state = RankState()
     state.serve(7)
-    state.poison = "version 8 was torn"
-    assert state.holds is None
-    assert state.served == 7
+    state.stay_torn("trainer 0 was lost")
+    assert standing(state) == (7, None, False, None), "they are whole"
+    state.tear("version 8 was torn")
+    assert (state.served, state.holds, state.poison) == (7, None, "version 8 was torn")
+    state.stay_torn("trainer 0 was lost")
+    assert (state.served, state.holds, state.poison) == (7, None, "trainer 0 was lost")
     state.serve(9)
+    assert standing(state) == (9, None, False, None)
     assert state.holds == 9
+
+
+@pytest.mark.parametrize("forgets", [lambda state: state.overwrite(), lambda state: state.expect(8, whole=False)])
+def test_what_has_arrived_is_ready_until_its_memory_is_used_again(forgets):
+    state = RankState()
+    state.expect(7, whole=False)
+    state.complete(7)
+    forgets(state)
+    assert state.ready is None
+    assert state.is_under_way

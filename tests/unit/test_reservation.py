@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 import weft
 from weft.errors import WeftError
+from weft.runtime.receive.reachable import ReachableMemory
 from weft.runtime.receive.reservation import OutOfReserve, Reservation
 from weft.runtime.weights import Weights
 from weft.transport.base import ordinary_memory
@@ -97,11 +100,77 @@ def test_an_engine_with_too_little_says_so_on_both_sides():
             sender.publish(version=1).wait_committed(SOON_S)
 
 
-@pytest.mark.parametrize("mode", ["shadow", "in_place", "patch"])
-def test_the_bound_of_a_mode_is_enough_for_it(mode):
+class Transports:
+    """Transports of an engine on a GPU, as far as memory is concerned."""
+
+    def pass_host(self, through_host: bool) -> None: ...
+
+    def close_all(self) -> None: ...
+
+
+def test_what_is_reserved_beside_the_weights_is_released_while_versions_land_in_host_memory(caplog):
+    caplog.set_level(logging.INFO)
+    before = resident_bytes()
+    reservation = Reservation("cpu", 64 * MB)
+    memory = ReachableMemory(SimpleNamespace(device="cuda:0"), Transports(), reservation)
+    memory.pass_host(False)
+    assert resident_bytes() - before > 60 * MB
+    memory.pass_host(True)
+    with reservation.aside():
+        pass
+    assert resident_bytes() - before < 10 * MB
+    assert "0.064 GB that were reserved for them on cuda:0 are released" in caplog.text
+    memory.pass_host(False)
+    assert resident_bytes() - before > 60 * MB, "another trainer has come, on a GPU"
+
+
+def _refuse_memory(_: int) -> None:
+    raise MemoryError("the machine has none")
+
+
+@pytest.mark.parametrize(
+    ("reserved_bytes", "allocate", "told"),
+    [
+        (MB, None, r"engine 0 in mode in_place: versions need 0\.002 GB to land in, but 0\.001 GB were reserved"),
+        (4 * MB, _refuse_memory, "engine 0 cannot open memory: MemoryError: the machine has none"),
+    ],
+    ids=["reservation too small", "machine too small"],
+)
+def test_an_engine_whose_window_does_not_fit_leaves_and_says_why(reserved_bytes, allocate, told, monkeypatch):
+    """In place the engine's own thread opens memory: 2 MB, through which weights pass that are converted."""
+    trained, served = np.ones(1_000_000, dtype=np.float32), np.zeros(1_000_000, dtype=np.float16)
+    settings = weft.TransferSettings(mode="in_place", transport="cma")
+    weights = Weights.from_arrays({"w": trained})
+    with (
+        weft.Controller(num_trainers=1, num_engine_ranks=1, settings=settings) as controller,
+        weft.Sender(controller.address, rank=0, weights=weights, timeout_s=SOON_S) as sender,
+        weft.Receiver(
+            controller.address,
+            rank=0,
+            weights=Weights.from_arrays({"w": served}),
+            reservation=Reservation("cpu", reserved_bytes),
+        ) as receiver,
+    ):
+        if allocate is not None:
+            monkeypatch.setattr(receiver._transports, "allocate", allocate)
+        with pytest.raises(WeftError, match=told) as raised:
+            receiver.wait(SOON_S)
+        hint = "start the engine with WEFT_RESERVE=3MB, or lower window_bytes or patch_share of the controller"
+        assert raised.value.hint == (hint if allocate is None else None)
+        with pytest.raises(WeftError, match=told):
+            receiver.poll()
+        with pytest.raises(WeftError, match=told):
+            sender.publish(version=1).wait_committed(SOON_S)
+
+
+@pytest.mark.parametrize(
+    ("mode", "delta"),
+    [("shadow", "off"), ("in_place", "off"), ("shadow", "on"), ("in_place", "on"), ("patch", "on")],
+)
+def test_the_bound_of_a_mode_is_enough_for_it(mode, delta):
     trained, served = np.ones(1_000_000, dtype=np.float32), np.zeros(1_000_000, dtype=np.float32)
     bound = weft.config.EngineSettings(reserve=mode).reserved_bytes(served.nbytes, "cpu")
-    settings = weft.TransferSettings(mode=mode, delta="on" if mode == "patch" else "off")
+    settings = weft.TransferSettings(mode=mode, delta=delta)
     reservation = Reservation("cpu", bound)
     with (
         weft.Controller(num_trainers=1, num_engine_ranks=1, settings=settings) as controller,

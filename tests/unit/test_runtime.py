@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from weft.config import TransferSettings
+from weft.config import ReceiverMode, TransferSettings
 from weft.errors import (
     AuthError,
     IntegrityError,
@@ -23,6 +23,7 @@ from weft.errors import (
 from weft.runtime.control.keys import make_keys
 from weft.runtime.control.security import Security
 from weft.runtime.controller.controller import Controller
+from weft.runtime.receive.rank_state import RankState
 from weft.runtime.receive.receiver import Receiver
 from weft.runtime.send.sender import Sender
 from weft.runtime.weights import Part, Weights
@@ -69,6 +70,28 @@ def commit(pair: Pair, version: int) -> None:
     publication = pair.sender.publish(version=version)
     pair.receiver.wait(SOON_S).commit()
     publication.wait_committed(SOON_S)
+
+
+class GuardedState(RankState):
+    """Fails where a change is made without the receiver's lock."""
+
+    guard: threading.Condition
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        assert self.guard._is_owned(), f"{name} changes without the lock"
+        super().__setattr__(name, value)
+
+
+@pytest.mark.parametrize("settings", [{"mode": mode, "delta": "on"} for mode in ReceiverMode] + [{"mode": "in_place"}])
+def test_what_a_rank_knows_of_versions_changes_only_with_the_lock_held(settings):
+    pair = Pair({"w": np.zeros(500, dtype=np.float32)}, {"w": np.zeros(500, dtype=np.float32)}, **settings)
+    GuardedState.guard = pair.receiver._changed
+    pair.receiver._state.__class__ = GuardedState
+    for version in (1, 2):
+        pair.trainer["w"][version] = version
+        commit(pair, version)
+    pair.close()
+    assert np.array_equal(pair.engine["w"], pair.trainer["w"])
 
 
 def test_nothing_is_visible_before_commit(pair):

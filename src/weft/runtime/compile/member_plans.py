@@ -170,9 +170,9 @@ class MemberPlans:
     def send_plan(self, trainer: int, engines: Mapping[int, Opened], trainers: Mapping[int, Opened]) -> SendPlan:
         """What one trainer writes, in the order of its round.
 
-        `engines` and `trainers`: what they have opened.
+        `engines` and `trainers`: what they have opened; engine ranks that have not are left out.
         """
-        linked = np.flatnonzero(self._linked[trainer]).tolist()
+        linked = [engine for engine in np.flatnonzero(self._linked[trainer]).tolist() if engine in engines]
         topology = self._plan.topology
         first = first_engine(trainer, num_trainers=topology.num_trainers, num_engines=topology.num_engines)
         ordered = [e for e in linked if e >= first] + [e for e in linked if e < first]

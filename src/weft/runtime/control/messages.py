@@ -118,10 +118,13 @@ class Opened(_Message, frozen=True):
 
 
 class Blocked(_Message, frozen=True):
-    """An engine rank cannot open yet: a writer that was lost could still write into its live weights."""
+    """An engine rank cannot open yet: a writer that was lost could still write into its live weights, or its engine's
+    thread has to do it."""
 
     round: int
     reason: str
+    by_thread: bool = False
+    """Whether it waits for its engine's thread."""
 
 
 class Want(_Message, frozen=True):

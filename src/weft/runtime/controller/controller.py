@@ -424,8 +424,8 @@ class Controller:
     def _engine_report(self, member: MemberId, known: Member, message: Any) -> None:
         rank = known.join.rank
         match message:
-            case Blocked(round=number, reason=reason):
-                known.blocked = reason if number == self._membership.round else ""
+            case Blocked():
+                self._membership.block(known, message)
                 self._versions.answer_trainers()
             case At(version=version, step=step):
                 self._versions.check_known(member, version, "is at a step of")
@@ -479,6 +479,7 @@ class Controller:
         for member, silent_s in self._membership.silent_for(self._settings.silence_s).items():
             self._lose(member, f"has been silent for {silent_s:.1f} s")
         self._versions.look_at_clocks()
+        self._rounds.ship_if_possible()
 
     def _give_up_stalled(self, member: MemberId, why: str) -> None:
         if member in self._membership.members:

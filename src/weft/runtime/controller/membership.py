@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Collection, Mapping, Set
+from collections.abc import Collection, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -19,7 +19,7 @@ from weft.devices import CPU, memory_kind
 from weft.errors import ProtocolError, TransportUnavailable
 from weft.runtime.control.channel import member_of
 from weft.runtime.control.member_id import MemberId
-from weft.runtime.control.messages import Join, Opened
+from weft.runtime.control.messages import Blocked, Join, Opened
 from weft.transport.registry import Choice, Place, choose
 
 Side = Literal["trainer", "engine"]
@@ -44,6 +44,8 @@ class Member:
     opened: Opened | None = None
     blocked: str = ""
     """Why it cannot open, where it has to wait."""
+    waits_since: float | None = None
+    """Since when it has waited for its engine's thread, if that is why."""
     transports: dict[int, str] = field(default_factory=dict)
     """The transport it uses in this round for each rank of the other side."""
 
@@ -69,6 +71,8 @@ class Membership:
         self._newest: dict[MemberId, int] = {}
         self._open: dict[str, set[int]] = {side: set() for side in self.num}
         """Ranks that have opened in this round."""
+        self._asked: set[MemberId] = set()
+        """Members that were asked to open in this round, and are still there."""
 
     def objection(self, member: str) -> str | None:
         """Why a process cannot join under this name; None if it can."""
@@ -114,8 +118,14 @@ class Membership:
 
     @property
     def blocked(self) -> dict[MemberId, str]:
-        """Members that wait, and for what."""
-        return {member: known.blocked for member, known in self.members.items() if known.blocked}
+        """Members that wait for lost writers, and why."""
+        waits = {member: known for member, known in self.members.items() if known.blocked}
+        return {member: known.blocked for member, known in waits.items() if known.waits_since is None}
+
+    def waiting_since(self, moment: float) -> list[int]:
+        """Engine ranks that have waited for their engine's thread since then, or longer."""
+        waits = [(known.join.rank, known.waits_since) for known in self.members.values()]
+        return sorted(rank for rank, since in waits if since is not None and since <= moment)
 
     def remove(self, member: MemberId, how: str) -> Member | None:
         """A member is gone; None if it was not there."""
@@ -124,24 +134,41 @@ class Membership:
             del self._by_connection[known.connection]
             self.lost[member] = how
             self._open[known.join.side].discard(known.join.rank)
+            self._asked.discard(member)
         return known
 
     def remove_all(self) -> None:
         """Remove all members."""
         self.members.clear()
         self._by_connection.clear()
-        self._open = {side: set() for side in self.num}
+        self._forget_opened()
 
     def begin_round(self) -> None:
         """What was opened so far no longer counts."""
         self.round += 1
         self.has_plan = False
-        self._open = {side: set() for side in self.num}
+        self._forget_opened()
+
+    def _forget_opened(self) -> None:
+        self._open, self._asked = {side: set() for side in self.num}, set()
+        for known in self.members.values():
+            known.blocked, known.waits_since = "", None
+
+    def block(self, known: Member, blocked: Blocked) -> None:
+        """An engine rank cannot open yet; what it says of an earlier round does not count."""
+        is_present = blocked.round == self.round
+        known.blocked = blocked.reason if is_present else ""
+        waits = is_present and blocked.by_thread
+        known.waits_since = (known.waits_since or time.monotonic()) if waits else None
 
     def open(self, known: Member, opened: Opened) -> None:
         """A member has opened transports in this round."""
-        known.opened, known.blocked = opened, ""
+        known.opened, known.blocked, known.waits_since = opened, "", None
         self._open[known.join.side].add(known.join.rank)
+
+    def was_asked(self, known: Member) -> bool:
+        """Whether a member was asked to open in this round, since it has joined."""
+        return known.member in self._asked
 
     def name_of(self, connection: str) -> MemberId:
         """The member a connection speaks for, whether or not it has joined."""
@@ -163,6 +190,22 @@ class Membership:
         """Whether all members have joined and have opened transports in this round."""
         return all(len(self._open[side]) == count for side, count in self.num.items())
 
+    @property
+    def rest_has_opened(self) -> bool:
+        """Whether all members have opened in this round that were asked to and were not lost since."""
+        return len(self._asked) == sum(map(len, self._open.values()))
+
+    def can_end_round(self, *, needed_engines: int, without: Collection[int] = ()) -> bool:
+        """Whether all trainers and enough engines are there to get a plan in this round, and have none yet.
+
+        `without`: engine ranks that are not waited for.
+        """
+        if self.has_plan:
+            return False
+        engines = {member.rank for member in self._asked if member.side == "engine"}
+        num_trainers, whole = len(self._asked) - len(engines), self._whole_engines(engines - set(without))
+        return num_trainers == self.num["trainer"] and len(whole) >= needed_engines
+
     def joins(self, side: Side) -> dict[int, Join]:
         """What members of a side said when they joined, by rank."""
         joins = [known.join for known in self.members.values() if known.join.side == side]
@@ -183,11 +226,14 @@ class Membership:
 
     def live_engines(self) -> list[int]:
         """Engines of which every rank is present and open."""
-        present = self.open_ranks("engine")
+        return self._whole_engines(self.open_ranks("engine"))
+
+    def _whole_engines(self, ranks: set[int]) -> list[int]:
+        """Engines of which these are all ranks."""
         engines = range(self.num["engine"] // self.ranks_per_engine)
-        if len(present) == self.num["engine"]:
+        if len(ranks) == self.num["engine"]:
             return list(engines)
-        return [engine for engine in engines if present.issuperset(self.ranks_of(engine))]
+        return [engine for engine in engines if ranks.issuperset(self.ranks_of(engine))]
 
     def silent_for(self, silence_s: float) -> dict[MemberId, float]:
         """Members that have been silent for too long, and for how long."""
@@ -208,7 +254,8 @@ class Membership:
         return lines
 
     def use(self, links: Mapping[tuple[int, int], Choice]) -> None:
-        """These transports were chosen for this round."""
+        """These transports were chosen for this round, and members are asked to open them."""
+        self._asked = set(self.members)
         for known in self.members.values():
             known.transports = {}
         for (trainer, engine), choice in links.items():
@@ -224,8 +271,9 @@ class Membership:
         missing = [member for member in members if member not in self.members]
         if missing:
             return f"waiting for {_named(missing)} to join"
-        if self.blocked:
-            return ", ".join(self.blocked.values())
+        waits = [known.blocked for known in self.members.values() if known.blocked]
+        if waits:
+            return _named(waits)
         closed = [member for member in members if member.rank not in self._open[member.side]]
         return f"waiting for {_named(closed)} to open memory"
 
@@ -270,7 +318,7 @@ def _linked(place: Place, passes_host: bool) -> Place:
     return msgspec.structs.replace(place, device=CPU) if passes_host else place
 
 
-def _named(members: list[MemberId]) -> str:
-    """Members by name, if they are few."""
+def _named(members: Sequence[MemberId | str]) -> str:
+    """Members by name, or what they say, if they are few."""
     shown = ", ".join(map(str, members[:MAX_NAMED]))
     return shown if len(members) <= MAX_NAMED else f"{shown} and {len(members) - MAX_NAMED} others"

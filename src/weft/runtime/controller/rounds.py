@@ -3,7 +3,8 @@
     consumes      complete memberships, Opened, what the planner's thread has made
     produces      Open, SendPlan, ReceivePlan; Refused for members that do not match
 
-A round begins when all members have joined and no version is under way. Belongs to the controller's thread.
+A round begins when all members have joined and no version is under way. It ends without engines that are lost after
+they were asked to open, if enough are left for versions. Belongs to the controller's thread.
 """
 
 from __future__ import annotations
@@ -172,8 +173,9 @@ class Rounds:
         ]
 
     def opened(self, known: Member, message: Opened) -> None:
-        """A member has opened what it was asked to; when all have, they get their parts of the plan."""
-        if message.round != self._membership.round or self._planner.is_busy:
+        """A member has opened what it was asked to."""
+        is_asked = message.round == self._membership.round and self._membership.was_asked(known)
+        if not is_asked or self._planner.is_busy:
             return  # it belongs to an earlier round, or was not requested
         assert self.parts is not None
         if known.join.rank in self._membership.open_ranks(known.join.side):
@@ -184,18 +186,25 @@ class Rounds:
             is_asked, has_keys = bool(self.parts.asking(known.join.rank)), self._server.has_keys
             check_magnitudes(known.join.rank, message, is_asked=is_asked, has_keys=has_keys)
         self._membership.open(known, message)
-        if self._membership.has_opened:
-            self._planner.ship(self.parts, self._membership.opened("trainer"), self._membership.opened("engine"))
+        self.ship_if_possible()
+
+    def ship_if_possible(self) -> None:
+        """When all have opened that are left, they get their parts of the plan."""
+        who = self._membership
+        is_over = who.rest_has_opened and who.can_end_round(needed_engines=self._versions.needed_engines)
+        if is_over and self.parts is not None and not self._planner.is_busy:
+            self._planner.ship(self.parts, who.opened("trainer"), who.opened("engine"))
 
     def _begin_round(self) -> None:
-        """All members have opened, and were sent their parts of the plan."""
+        """Members have opened, and were sent their parts of the plan."""
         who, plan = self._membership, self.plan
         assert plan is not None
         who.has_plan = True
         self.ship_s = time.monotonic() - self._planned_at
-        self._membership.settled.clear()  # engines have heard of them
-        self._membership.abandoned.clear()
-        self.planned.set()
+        if who.has_opened:
+            who.settled.clear()  # engines have heard of them
+            who.abandoned.clear()
+            self.planned.set()
         log.info("plan %s: %d bytes per version", self.plan_digest[:16], plan.total_bytes)
         self._record_plan()
         for link, count in self.link_counts.items():

@@ -228,7 +228,7 @@ class Versions:
             raise ProtocolError(f"{member} {what} version {version}, which was not published")
 
     def _drop_stalled(self) -> None:
-        """Engines that do not commit, or do not pause, must not hold up others: all ranks of such an engine must go."""
+        """Engines that do not commit, pause or open must not hold up others: all ranks of such an engine must go."""
         now, settings = time.monotonic(), self._settings
         late = {
             rank: f"did not commit version {version} in {settings.commit_s:.1f} s"
@@ -238,6 +238,7 @@ class Versions:
         if transfer is not None and not transfer.is_decided and now > transfer.pause_deadline:
             why = f"did not pause for version {transfer.version} in {settings.pause_s:.1f} s"
             late |= dict.fromkeys(transfer.unpaused, why)
+        late |= self._late_to_open(now)
         for rank, why in late.items():
             for other in self._membership.ranks_of(rank // self._membership.ranks_per_engine):
                 self._give_up(
@@ -246,6 +247,14 @@ class Versions:
         if self._commits.ranks:  # the version may no longer wait for them
             self.finish()
             self.answer_trainers()
+
+    def _late_to_open(self, now: float) -> dict[int, str]:
+        """Engine ranks whose thread does not open memory, if others can go on without them: nobody else gains from it,
+        and an engine may take long to start."""
+        late = self._membership.waiting_since(now - self._settings.pause_s)
+        if not late or not self._membership.can_end_round(needed_engines=self.needed_engines, without=late):
+            return {}
+        return dict.fromkeys(late, f"waited {self._settings.pause_s:.1f} s for its engine's thread to open memory")
 
     def _drop_writers_that_do_not_stop(self) -> None:
         """After an abort, trainers say when they have stopped; one that does not must not hold up the next version."""
@@ -358,10 +367,13 @@ class Versions:
         transfer.waiting.clear()
 
     def _turn_away(self) -> None:
-        """While a member is lost, or waits, no version can be written: say so at once, to all trainers."""
-        obstacles = {
-            member: f"{member} {how}" for member, how in self._membership.lost.items()
-        } | self._membership.blocked
+        """While a member is lost, or waits, no version can be written: say so at once, to all trainers.
+
+        Engines that are lost while a round is opened are no obstacle if it can end without them.
+        """
+        obstacles = self._membership.blocked
+        if not self._membership.can_end_round(needed_engines=self.needed_engines):
+            obstacles |= {member: f"{member} {how}" for member, how in self._membership.lost.items()}
         if not obstacles:
             return
         reason = ", ".join(obstacles[member] for member in sorted(obstacles))

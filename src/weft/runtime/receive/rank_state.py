@@ -7,6 +7,8 @@ update that failed half-way in place leaves the rank *poisoned* until a version 
 
     state = RankState()
     state.expect(7, whole=False)
+    state.complete(7)                         # all of it has arrived
+    state.decide()
     state.hand_out(7, agrees=True)            # 0: the step to tell the other ranks
     state.meet_at(7, 2)                       # they are all behind step 2
     state.advance(); state.may_commit()       # Turn.NOT_YET at step 1
@@ -57,6 +59,7 @@ class RankState:
         self.is_under_way = False
         """Whether it is undecided, as far as is known here."""
         self.ready: int | None = None
+        """A version that has arrived and is not decided, as far as is known here."""
         self.pending: int | None = None
         self.is_paused = False
         """Whether writers may write."""
@@ -77,6 +80,18 @@ class RankState:
         is_paused = self.expected == version and self.is_paused
         self.expected, self.is_whole, self.is_under_way, self.ready = version, whole, True, None
         return is_paused
+
+    def complete(self, version: int) -> None:
+        """All of a version has arrived, as far as that can be verified."""
+        self.ready = version
+
+    def overwrite(self) -> None:
+        """The memory of what has arrived is used for something else."""
+        self.ready = None
+
+    def decide(self) -> None:
+        """What happens to the expected version is known."""
+        self.is_under_way, self.ready = False, None
 
     def hand_out(self, version: int, *, agrees: bool) -> int | None:
         """The engine's thread should act on a version; returns the step to report if the ranks have to agree on one."""
@@ -144,6 +159,15 @@ class RankState:
         if self._boundary is not None:
             self.step = max(self.step, self._boundary)
         self.call_off()
+
+    def tear(self, why: str) -> None:
+        """The weights are neither the version that was served nor any other."""
+        self.poison = why
+
+    def stay_torn(self, why: str) -> None:
+        """No version can come now, so weights that are torn remain so. Whole weights are as good as before."""
+        if self.poison is not None:
+            self.poison = why
 
     def call_off(self) -> None:
         """Nothing is pending."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +19,8 @@ from weft.runtime.transports import OpenTransports
 from weft.runtime.weights import Weights
 from weft.transport.base import Memory
 from weft.transport.pages import keep_reserved
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +64,22 @@ class ReachableMemory:
             self.close_transports(())
             self.landing, self.patches, self.window = None, None, None
             self.is_behind_host, self._is_offered = is_behind_host, False
+            self._use_reservation(is_behind_host)
         self._transports.pass_host(through_host)
+
+    def _use_reservation(self, is_behind_host: bool) -> None:
+        """What was reserved lies beside the weights: versions that land in host memory do not need it."""
+        if self._reservation is None:
+            return
+        if not is_behind_host:
+            self._reservation.hold()
+            return
+        self._reservation.let_go()
+        log.info(
+            "versions land in host memory: %.3f GB that were reserved for them on %s are released",
+            self._reservation.num_bytes / 1e9,
+            self.weights.device,
+        )
 
     def make_room_for_patches(self, num_bytes: int) -> None:
         """Memory for the patches of all trainers."""

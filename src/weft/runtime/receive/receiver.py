@@ -227,11 +227,11 @@ class Receiver:
 
         In place, writers need not wait for the engine's thread: it is known to be here. Raises as `wait` and `commit`.
         """
-        if self._control.settings.mode is not ReceiverMode.IN_PLACE:
-            update = self.wait(timeout_s)
-            update.commit(timeout_s)
-            return update.version
         deadline = time.monotonic() + timeout_s
+        while not self._mode.is_in_place(whole=False):  # before there is a plan it is not known that all versions are
+            update = self.wait(max(deadline - time.monotonic(), 0.0))
+            if update.commit(timeout_s):
+                return update.version
         self._work.synchronize()  # what the engine queued still reads the old weights
         with self._changed:
             while True:
@@ -277,10 +277,12 @@ class Receiver:
             return
         try:
             task()
-        except WeftError as error:
-            self._error = error
+        except (WeftError, MemoryError, OSError, RuntimeError) as cause:
+            self._error = error = self._cannot_open(cause)
             self._control.leave(str(error))
-            raise
+            if error is cause:
+                raise
+            raise error from cause
 
     def _may_commit_now(self) -> bool:
         """With the lock held: whether the engine's ranks have agreed on this step."""
@@ -322,7 +324,7 @@ class Receiver:
         try:
             self._mode.make_visible(version, whole=self._state.is_whole)
         except BaseException:
-            self._state.poison = f"version {version} was only partly made visible"
+            self._state.tear(f"version {version} was only partly made visible")
             raise
 
     def _serve(self, version: int) -> None:
@@ -362,9 +364,10 @@ class Receiver:
         late = f"version {version} was not decided in {timeout_s:.1f} s"
         if not settled:
             self._control.post(Failed(version=version, reason=f"{self._member} gave up: {late}"))
-        self._state.poison = ending.reason if ending is not None else str(self._error or late)
+        why = ending.reason if ending is not None else str(self._error or late)
+        self._state.tear(why)
         raise IntegrityError(
-            f"version {version} failed on {self._member} after writing had begun: {self._state.poison}",
+            f"version {version} failed on {self._member} after writing had begun: {why}",
             hint="the weights are torn; serve again after the next commit",
         )
 
@@ -394,7 +397,7 @@ class Receiver:
         """The controller has waited in vain: request the engine's thread."""
         self._stop_coming(error, torn=False)
         with self._changed:
-            self._is_stalled = True
+            self._is_stalled, self._engine_task = True, None
             self._changed.notify_all()
         self._on_wanted(None)
 
@@ -493,10 +496,21 @@ class Receiver:
                 raise
             self._block(f"no memory to land in while a lost writer can still reach the old memory: {error}")
 
+    def _cannot_open(self, error: Exception) -> WeftError:
+        """What callers are told of an error while memory was opened."""
+        if isinstance(error, WeftError):
+            return error
+        if isinstance(error, OutOfReserve):
+            return self._too_large(error)
+        return TransportError(f"{self._member} cannot open memory: {type(error).__name__}: {error}")
+
     def _too_large(self, error: OutOfReserve) -> ConfigError:
         mode = self._control.settings.mode
         needed = -(-error.num_bytes // 10**6)
-        hint = f"start the engine with WEFT_RESERVE={needed}MB, or choose a mode that needs less (in_place, patch)"
+        less = "choose a mode that needs less (in_place, patch)"
+        if mode is not ReceiverMode.SHADOW:
+            less = "lower window_bytes or patch_share of the controller"
+        hint = f"start the engine with WEFT_RESERVE={needed}MB, or {less}"
         return ConfigError(f"{self._member} in mode {mode}: {error}", hint=hint)
 
     def _keep_out(self, unsettled: Sequence[Writer]) -> bool:
@@ -525,8 +539,8 @@ class Receiver:
         if self._blocked != (message.round, blocked):
             self._blocked = message.round, blocked
             self._control.post(Blocked(round=message.round, reason=blocked))
-        if self._state.poison is not None:
-            self._state.poison = reason
+        with self._changed:
+            self._state.stay_torn(reason)
 
     def _cut(self, incarnations: set[int]) -> None:
         """Some trainers have lost their right to write: close everything now, and open again in the next round."""
@@ -541,7 +555,9 @@ class Receiver:
     def _forget_coming(self) -> None:
         """What is staged or in flight is overwritten from now on."""
         self._following.stop()
-        self._following.landing, self._state.ready = None, None
+        self._following.landing = None
+        with self._changed:
+            self._state.overwrite()
 
     def _open(self, message: Open) -> None:
         """Open transports and prepare the memory that will be written."""
@@ -559,11 +575,17 @@ class Receiver:
         if self._mode.reserve(self._memory, message):
             self._offer(message.round)
         else:
-            with self._changed:
-                self._engine_task = lambda: self._open_live(message)
-                self._changed.notify_all()
-            self._on_wanted(None)
+            self._request_thread(message)
         self._opening = None
+
+    def _request_thread(self, message: Open) -> None:
+        """Only the engine's thread may open; the controller hears what this rank waits for."""
+        reason = f"{self._member} is waiting for its engine's thread to open memory"
+        self._control.post(Blocked(round=message.round, reason=reason, by_thread=True))
+        with self._changed:
+            self._engine_task = lambda: self._open_live(message)
+            self._changed.notify_all()
+        self._on_wanted(None)
 
     def _offer(self, number: int) -> None:
         """From now on a trainer may write at any time, without another message from the controller."""
@@ -578,7 +600,8 @@ class Receiver:
 
     def _expect(self, version: int, *, whole: bool) -> None:
         """A version is coming: follow it, and in place ask the engine to pause."""
-        is_paused = self._state.expect(version, whole=whole)
+        with self._changed:
+            is_paused = self._state.expect(version, whole=whole)
         as_patches = self._control.settings.delta is DeltaPolicy.ON and not whole
         self._following.begin(version, as_patches=as_patches, whole=whole)
         if not as_patches:
@@ -608,11 +631,12 @@ class Receiver:
                 self._changed.notify_all()
 
     def _decide(self, decision: Decide) -> None:
-        self._state.is_under_way = False
+        """A version was committed or aborted."""
+        with self._changed:
+            self._state.decide()
         if decision.commit:
             self._following.count()  # so that transports need not keep counts that are never read
         self._following.stop()
-        self._state.ready = None
         if not self._is_in_place:
             if decision.commit:
                 self._hand_out(decision.version)
@@ -656,7 +680,8 @@ class Receiver:
         again_s, report = self._following.look(self._mode, self._state.holds)
         if report is not None:
             if isinstance(report, Ready):
-                self._state.ready = report.version
+                with self._changed:
+                    self._state.complete(report.version)
             self._control.post(report)
         return again_s
 
@@ -667,10 +692,10 @@ class Receiver:
     def _stop_coming(self, error: WeftError, *, torn: bool) -> None:
         """What was in flight is not finished; what was decided stays."""
         version = self._following.count()
-        if version is not None:
-            self._state.ready = version  # other ranks may have been told to commit it
         self._following.stop()
         with self._changed:
+            if version is not None:
+                self._state.complete(version)  # other ranks may have been told to commit it
             if self._state.pending is not None and self._is_in_place:
                 self._end_in_place(Ending(version=self._state.pending, commit=False, torn=torn, reason=str(error)))
 

@@ -53,6 +53,8 @@ class Reservation:
     def __init__(self, device: str, num_bytes: int) -> None:
         self._device, self.num_bytes = device, num_bytes
         self._in_use = 0
+        self._is_wanted = True
+        """Whether versions land in this memory."""
         self._lock = threading.Lock()
         self._placeholder: Placeholder | None = None
         self._hold(num_bytes)
@@ -65,10 +67,19 @@ class Reservation:
     def hold(self) -> None:
         """Hold what is not in use, as far as memory is available."""
         with self._lock:
+            self._is_wanted = True
             self._try_to_hold(self.num_bytes - self._in_use)
+
+    def let_go(self) -> None:
+        """Hold nothing until `hold` is called: versions land elsewhere."""
+        with self._lock:
+            self._is_wanted = False
+            self._free_placeholder()
 
     def _try_to_hold(self, num_bytes: int) -> None:
         """Failure is acceptable: memory that is not in use may go, versions come first."""
+        if not self._is_wanted:
+            return
         try:
             self._hold(num_bytes)
         except (MemoryError, OSError, TransportError) as error:
