@@ -28,6 +28,7 @@ NOTHING = np.zeros(0, dtype=np.uint64)
 NO_PLANES = Planes(
     dst=NOTHING, src=NOTHING, rows=NOTHING, length=NOTHING, dst_stride=NOTHING, src_stride=NOTHING
 )  # fmt: skip
+NO_MAGNITUDES = np.zeros(0, dtype=np.float32)
 KINDS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
@@ -167,6 +168,72 @@ def test_rows_that_chunks_cut_are_searched_once_before(work):
         found = [image_on(work, converter, each) for each in described]
         assert all(np.array_equal(a, b) for a, b in zip(found, wanted, strict=True))
         assert [len(converter._programs[id(fill)].search.blocks) for fill, _ in described] == searched
+
+
+def scales_at(first: tuple[int, int], count: tuple[int, int]) -> Conversion:
+    return Conversion(Op.SCALE, 0, 0, 0, 0, DTYPES.index("fp32"), *first, *count)
+
+
+PARTS_OF_ROWS = [
+    [scales_at((1, 0), (2, 1))],
+    [((0, 3), (0, 300))],
+    [((3, 6), (0, 200)), scales_at((4, 0), (1, 1))],
+    [((3, 6), (200, 300))],
+]
+PARTS_OF_BLOCKS = [
+    [scales_at((1, 1), (1, 2))],
+    [((0, 100), (0, 300))],
+    [((100, 200), (0, 300)), scales_at((0, 0), (1, 1))],
+    [((200, 300), (0, 256)), scales_at((2, 0), (1, 3))],
+    [((200, 300), (256, 300))],
+]
+
+
+@pytest.mark.parametrize(
+    ("scaling", "num_rows", "parts"), [(Scaling.CHANNEL, 6, PARTS_OF_ROWS), (Scaling.BLOCK, 300, PARTS_OF_BLOCKS)]
+)
+@pytest.mark.parametrize("is_told", [True, False])
+def test_chunks_read_nothing_but_what_they_name(work, scaling, num_rows, parts, is_told):
+    """The rest of weights that are offloaded may not be on the device yet."""
+    x = matrix(num_rows, 300, torch.bfloat16)
+    there = torch.full_like(x, 1e30).to(work.device)
+
+    def chunks(here: torch.Tensor) -> list[tuple[ChunkFill, int]]:
+        boxes = [
+            [p if isinstance(p, Conversion) else conversion(here, Op.QUANTIZE, *p) for p in part] for part in parts
+        ]
+        return [chunk(*part) for part in boxes]
+
+    def bring(address: np.ndarray, num_bytes: np.ndarray) -> None:
+        there.fill_(1e30)
+        for begin, size in zip((address - there.data_ptr()).tolist(), num_bytes.tolist(), strict=True):
+            assert 0 <= begin < begin + size <= 2 * x.numel()
+            there.view(-1).view(torch.uint8)[begin : begin + size] = x.view(-1).view(torch.uint8)[begin : begin + size]
+
+    cpu, grids = CpuConverter(held(x, scaling, [(0, num_rows)])), held(there, scaling, [(0, num_rows)])
+    cpu.find_amax(0)
+    cpu.agree(0, NO_MAGNITUDES)
+    converter, described = GpuConverter(work, grids), chunks(there)
+    if is_told:
+        converter.expect([fill for fill, _ in described])
+    bring(*grids.source_spans(0))
+    converter.find_amax(0)
+    for each, wanted in zip(described, chunks(x), strict=True):
+        bring(*map(np.concatenate, zip(each[0].source_spans, converter.searched_spans(each[0]), strict=True)))
+        assert np.array_equal(image_on(work, converter, each), image_on(None, cpu, wanted))
+
+
+def test_only_what_a_chunk_lacks_is_searched(work):
+    x = matrix(300, 300, torch.bfloat16).to(work.device)
+    converter = GpuConverter(work, held(x, Scaling.BLOCK, [(0, 300)]))
+    whole = conversion(x, Op.QUANTIZE, (0, 300), (0, 300))
+    chunks = [chunk(whole, scales_at((0, 0), (3, 3))), chunk(scales_at((1, 2), (1, 1)))]
+    converter.expect([fill for fill, _ in chunks])
+    assert not converter.looks_before(0)
+    found = [converter.searched_spans(fill) for fill, _ in chunks]
+    assert [len(address) for address, _ in found] == [0, 1]
+    corner, row = x[128:256, 256:300], 2 * 300
+    assert (found[1][0] - corner.data_ptr(), found[1][1]) == (0, 127 * row + 2 * 44)
 
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered")  # the interpreter's

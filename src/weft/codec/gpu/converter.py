@@ -1,9 +1,9 @@
 """Conversions of GPU memory: the largest magnitudes, FP8, casts. Same results as weft.codec.conversion, bit for bit.
 
 Blocks that fit into one tile of a chunk, rows among them, are quantised in one pass, when the chunk is filled. Only
-blocks that other trainers hold parts of, and those larger than a tile (tensors), are searched beforehand (`find_amax`);
-blocks that a chunk's border cuts, and scales that travel apart from their codes, are searched by the chunk that needs
-them.
+blocks that other trainers hold parts of, those larger than a tile (tensors), and rows that a chunk has only a part of
+are searched beforehand (`find_amax`). Other blocks that a chunk's border cuts, and those whose scales travel apart from
+their codes, are searched by the chunk that needs them, which then reads more than its codes (`searched_spans`).
 Each chunk is compiled once into tables on the device.
 """
 
@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 
 from weft.codec.cast import KINDS
-from weft.codec.conversion import DTYPES, ChunkFill, Conversion, Wait
+from weft.codec.conversion import DTYPES, ChunkFill, Conversion, Spans, Wait, all_spans
 from weft.codec.fp8 import Box, Grid
 from weft.codec.gpu import cast_kernels, fp8_kernels, row_kernels
 from weft.codec.gpu.fp8_arithmetic import WIDTHS
@@ -52,6 +52,8 @@ class _Search:
 
     blocks: torch.Tensor
     tiles: tuple[_Tiles, ...]
+    spans: Spans
+    """The weights that are read."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,8 +128,13 @@ class GpuConverter:
         self._is_sought |= np.cumsum(borders)[:-1] > 0
 
     def looks_before(self, group: int) -> bool:
-        """Whether some blocks are cut, or larger than a tile."""
+        """Whether some blocks are cut, larger than a tile, or rows of which a chunk has only a part."""
         return bool(self._is_sought[self.spread.blocks_of(group)].any())
+
+    def searched_spans(self, chunk: ChunkFill) -> Spans:
+        """Where the blocks lie that the chunk searches itself."""
+        with self._work.queue():
+            return self._program(chunk).search.spans
 
     def find_amax(self, group: int) -> Floats:
         """Find magnitudes that are needed before chunks are filled; if there are none, returns at once.
@@ -262,7 +269,7 @@ class GpuConverter:
     def _search(self, blocks: Int64s, grids: Sequence[int]) -> _Search:
         """Tiles of all that is held of some blocks of some grids."""
         if not len(blocks):
-            return _Search(blocks=self._work.upload(blocks), tiles=())
+            return _Search(blocks=self._work.upload(blocks), tiles=(), spans=all_spans([]))
         is_wanted = np.zeros(self.spread.num_blocks, dtype=bool)
         is_wanted[blocks] = True
         found = []
@@ -275,10 +282,14 @@ class GpuConverter:
             ]
             tiles = MatrixTiles.of(boxes)
             found.append((width, tiles.take(is_wanted[tiles.block])))
-        return _Search(blocks=self._work.upload(blocks), tiles=self._uploaded(found))
+        spans = all_spans([tiles.source_spans(width) for width, tiles in found])
+        return _Search(blocks=self._work.upload(blocks), tiles=self._uploaded(found), spans=spans)
 
     def _uploaded(self, found: Sequence[tuple[int, MatrixTiles]]) -> tuple[_Tiles, ...]:
-        """Tables of tiles, by the bytes of their elements; whole blocks are searched by the program that has them."""
+        """Tables of tiles, for each width those of squares and those of rows.
+
+        A program that quantises a whole block finds its magnitude; one that has a part takes it as known.
+        """
         return tuple(
             _Tiles(kernels, width, self._work.upload(table[chosen]))
             for width, tiles in found
