@@ -16,8 +16,8 @@ from tests.support.conversions import conversions_of, grids_of  # noqa: E402
 from weft.codec import fp8  # noqa: E402
 from weft.codec.conversion import DTYPES, ChunkFill, Conversion, CpuConverter  # noqa: E402
 from weft.codec.fp8 import Box, Grid  # noqa: E402
-from weft.codec.gpu import fp8_kernels  # noqa: E402
 from weft.codec.gpu.converter import GpuConverter  # noqa: E402
+from weft.codec.gpu.fp8_arithmetic import has_fp8_cast  # noqa: E402
 from weft.codec.grids import HeldGrid, HeldGrids  # noqa: E402
 from weft.core.geometry.planes import Planes, rows_as_planes  # noqa: E402
 from weft.core.geometry.scaling import Scaling  # noqa: E402
@@ -375,7 +375,7 @@ def test_every_bf16_number_has_its_code(work):
 
 
 def test_the_interpreter_runs_the_arithmetic_of_gpus_without_fp8(work):
-    assert fp8_kernels.has_fp8_cast(work.device) == (work.device.type == "cuda")
+    assert has_fp8_cast(work.device) == (work.device.type == "cuda")
 
 
 def test_chunks_that_are_filled_together_are_the_same_as_one_by_one(work):

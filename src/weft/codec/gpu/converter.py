@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from types import ModuleType
 from typing import NamedTuple
 
 import numpy as np
@@ -23,6 +22,7 @@ from weft.codec.conversion import DTYPES, ChunkFill, Conversion, Spans, Wait, al
 from weft.codec.fp8 import Box, Grid
 from weft.codec.gpu import cast_kernels, fp8_kernels, row_kernels
 from weft.codec.gpu.fp8_arithmetic import WIDTHS
+from weft.codec.gpu.fp8_launch import Fp8Kernels
 from weft.codec.gpu.matrix_tiles import SIDE, MatrixBox, MatrixTiles, fits_tile
 from weft.codec.grids import BlockSpread, HeldGrids
 from weft.codec.memory import Floats
@@ -39,8 +39,8 @@ _DIVERGED = "the policy may have diverged; set allow_nonfinite to send it anyway
 class _Tiles(NamedTuple):
     """Tiles of one kind: one launch."""
 
-    kernels: ModuleType
-    """Those of rows, or of other tiles."""
+    kernels: Fp8Kernels
+    """Those of rows, or of squares."""
     width: int
     """Bytes of an element."""
     table: torch.Tensor
@@ -294,7 +294,7 @@ class GpuConverter:
             _Tiles(kernels, width, self._work.upload(table[chosen]))
             for width, tiles in found
             for table in (tiles.table(is_known=~tiles.is_whole),)
-            for kernels, chosen in ((fp8_kernels, ~tiles.is_row), (row_kernels, tiles.is_row))
+            for kernels, chosen in ((fp8_kernels.KERNELS, ~tiles.is_row), (row_kernels.KERNELS, tiles.is_row))
             if chosen.any()
         )
 
