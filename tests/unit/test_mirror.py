@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from weft.codec.memory import memory_view
+from weft.core.geometry.alignment import ALIGN
 from weft.runtime.send import mirror as mirrors
 from weft.runtime.send.mirror import Mirror
 from weft.runtime.weights import Weights
@@ -112,6 +113,12 @@ def test_every_byte_is_copied_once():
     memory = np.zeros(64, dtype=np.float32)
     mirror = Mirror(Weights.from_arrays({"all": memory, "inside": memory[8:16], "end": memory[60:]}), "cpu")
     assert [piece.num_bytes for piece in mirror.pieces([])[0]] == [256]
+
+
+def test_ranges_that_only_touch_are_aligned_each():
+    memory = np.zeros(64, dtype=np.float32)
+    mirror = Mirror(Weights.from_arrays({"first": memory[:10], "second": memory[10:20]}), "cpu")
+    assert (np.diff(mirror.weights.addresses) % ALIGN).tolist() == [0]
 
 
 def test_weights_without_memory_have_a_mirror():
