@@ -16,8 +16,8 @@ from tests.support.conversions import conversions_of, grids_of  # noqa: E402
 from weft.codec import fp8  # noqa: E402
 from weft.codec.conversion import DTYPES, ChunkFill, Conversion, CpuConverter  # noqa: E402
 from weft.codec.fp8 import Box, Grid  # noqa: E402
-from weft.codec.gpu import fp8_kernels  # noqa: E402
 from weft.codec.gpu.converter import GpuConverter  # noqa: E402
+from weft.codec.gpu.fp8_arithmetic import has_fp8_cast  # noqa: E402
 from weft.codec.grids import HeldGrid, HeldGrids  # noqa: E402
 from weft.core.geometry.planes import Planes, rows_as_planes  # noqa: E402
 from weft.core.geometry.scaling import Scaling  # noqa: E402
@@ -28,6 +28,9 @@ NOTHING = np.zeros(0, dtype=np.uint64)
 NO_PLANES = Planes(
     dst=NOTHING, src=NOTHING, rows=NOTHING, length=NOTHING, dst_stride=NOTHING, src_stride=NOTHING
 )  # fmt: skip
+GUARD = 4096
+"""Bytes behind an image that must not change: more than a program writes at a time."""
+NO_MAGNITUDES = np.zeros(0, dtype=np.float32)
 KINDS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
@@ -37,12 +40,14 @@ def matrix(rows: int, columns: int, dtype: Any, seed: int = 0) -> torch.Tensor:
     return (torch.randn(rows, columns, generator=generator) * spread).to(dtype)
 
 
-def held(x: torch.Tensor, scaling: Scaling, parts: list[tuple[int, int]], name: str = "w", key: int = 0) -> HeldGrids:
-    """A matrix of which rows [a, b) are held."""
+def held(
+    x: torch.Tensor, scaling: Scaling, parts: list[tuple[int, int]], name: str = "w", key: int = 0, first: int = 0
+) -> HeldGrids:
+    """A matrix of which rows [a, b) are held, from column `first` on."""
     boxes = tuple(
         Box(
-            address=x[a:b].data_ptr(), stride=x.stride(0) * x.element_size(), width=x.element_size(), first=(a, 0),
-            rows=b - a, columns=x.shape[1],
+            address=x[a:b, first:].data_ptr(), stride=x.stride(0) * x.element_size(), width=x.element_size(),
+            first=(a, first), rows=b - a, columns=x.shape[1] - first,
         )
         for a, b in parts
     )  # fmt: skip
@@ -75,23 +80,32 @@ def chunk(*boxes: Conversion, align: int = 16) -> tuple[ChunkFill, int]:
 
 
 def image_on(work, converter, described: tuple[ChunkFill, int], shift: int = 0) -> np.ndarray:
+    """What a chunk becomes; bytes that nothing is written to are 0xAA, also before and behind it."""
     fill, num_bytes = described
-    image = torch.zeros(num_bytes + shift, dtype=torch.uint8, device=work.device if work else "cpu")
+    image = torch.full((num_bytes + shift + GUARD,), 0xAA, dtype=torch.uint8, device=work.device if work else "cpu")
     wait = converter.fill([fill], [image.data_ptr() + shift])
     if wait is not None:
         wait()
-    return image[shift:].cpu().numpy()
+    assert (image[:shift] == 0xAA).all()
+    assert (image[shift + num_bytes :] == 0xAA).all()
+    return image[shift : shift + num_bytes].cpu().numpy()
 
 
-def both(work, x: torch.Tensor, scaling: Scaling, chunks: Any, parts: Any = None, others: Any = None, **options: Any):
-    """What CPU and GPU make of the same chunks; `others`: magnitudes of other holders, given the cut blocks."""
+def both(
+    work, x: torch.Tensor, scaling: Scaling, chunks: Any, parts: Any = None, others: Any = None, *, first: int = 0,
+    shift: int = 0, **options: Any,
+):  # fmt: skip
+    """What CPU and GPU make of the same chunks; `others`: magnitudes of other holders, given the cut blocks.
+
+    `first`: the first column that is held. `shift`: where chunks begin, beyond aligned memory.
+    """
     there = x.to(work.device)
     found = []
     for here, who, make in ((x, None, CpuConverter), (there, work, lambda g, **o: GpuConverter(work, g, **o))):
-        converter = make(held(here, scaling, parts or [(0, x.shape[0])]), **options)
+        converter = make(held(here, scaling, parts or [(0, x.shape[0])], first=first), **options)
         magnitudes = converter.find_amax(0)
         converter.agree(0, magnitudes if others is None else others(magnitudes))
-        images = [image_on(who, converter, described) for described in chunks(here)]
+        images = [image_on(who, converter, described, shift) for described in chunks(here)]
         found.append((magnitudes, images))
     return found
 
@@ -133,7 +147,7 @@ def test_chunks_that_cut_blocks_and_scales_that_travel_first(work, scaling, num_
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("columns", [1, 48, 130, 2064])
+@pytest.mark.parametrize("columns", [1, 48, 130, 1030, 2050, 2064])
 def test_rows_with_a_scale_each(work, dtype, columns):
     x = matrix(5, columns, dtype)
     grid = Grid(rows=5, columns=columns, scaling=Scaling.CHANNEL)
@@ -148,6 +162,40 @@ def test_rows_with_a_scale_each(work, dtype, columns):
         yield chunk(conversion(here, Op.QUANTIZE, (2, 5), whole), align=1)
 
     assert_equal(both(work, x, Scaling.CHANNEL, chunks))
+    codes = lambda here: [chunk(conversion(here, Op.QUANTIZE, (0, 5), whole), align=1)]  # noqa: E731
+    assert_equal(both(work, x, Scaling.CHANNEL, codes, shift=3))
+
+
+def test_rows_of_zeros(work):
+    x = matrix(4, 1040, torch.bfloat16)
+    x[1:3] = 0.0
+    grid = Grid(rows=4, columns=1040, scaling=Scaling.CHANNEL)
+    make = lambda here: [chunk(conversion(here, Op.QUANTIZE, (0, 4), (0, 1040)), scales_of(grid))]  # noqa: E731
+    found = both(work, x, Scaling.CHANNEL, make)
+    assert_equal(found)
+    assert not found[1][1][0][1040 : 3 * 1040].any()
+
+
+def test_long_rows(work):
+    """Longer than the 16 bits that rows of a tile have."""
+    x = matrix(2, 70_000, torch.bfloat16)
+    grid = Grid(rows=2, columns=70_000, scaling=Scaling.CHANNEL)
+    make = lambda here: [chunk(conversion(here, Op.QUANTIZE, (0, 2), (0, 70_000)), scales_of(grid))]  # noqa: E731
+    assert_equal(both(work, x, Scaling.CHANNEL, make))
+
+
+@pytest.mark.parametrize("first", [100, 1040])
+def test_rows_of_several_holders(work, first):
+    x = matrix(5, 2100, torch.bfloat16)
+    grid = Grid(rows=5, columns=2100, scaling=Scaling.CHANNEL)
+
+    def chunks(here: torch.Tensor):
+        yield chunk(conversion(here, Op.QUANTIZE, (0, 2), (first, 2100)), scales_of(grid))
+        yield chunk(conversion(here, Op.QUANTIZE, (2, 5), (first + 8, 2000)), align=1)
+
+    found = both(work, x, Scaling.CHANNEL, chunks, others=lambda mine: mine * np.float32(1.5), first=first)
+    assert len(found[0][0]) == 5
+    assert_equal(found)
 
 
 def test_rows_that_chunks_cut_are_searched_once_before(work):
@@ -167,6 +215,72 @@ def test_rows_that_chunks_cut_are_searched_once_before(work):
         found = [image_on(work, converter, each) for each in described]
         assert all(np.array_equal(a, b) for a, b in zip(found, wanted, strict=True))
         assert [len(converter._programs[id(fill)].search.blocks) for fill, _ in described] == searched
+
+
+def scales_at(first: tuple[int, int], count: tuple[int, int]) -> Conversion:
+    return Conversion(Op.SCALE, 0, 0, 0, 0, DTYPES.index("fp32"), *first, *count)
+
+
+PARTS_OF_ROWS = [
+    [scales_at((1, 0), (2, 1))],
+    [((0, 3), (0, 300))],
+    [((3, 6), (0, 200)), scales_at((4, 0), (1, 1))],
+    [((3, 6), (200, 300))],
+]
+PARTS_OF_BLOCKS = [
+    [scales_at((1, 1), (1, 2))],
+    [((0, 100), (0, 300))],
+    [((100, 200), (0, 300)), scales_at((0, 0), (1, 1))],
+    [((200, 300), (0, 256)), scales_at((2, 0), (1, 3))],
+    [((200, 300), (256, 300))],
+]
+
+
+@pytest.mark.parametrize(
+    ("scaling", "num_rows", "parts"), [(Scaling.CHANNEL, 6, PARTS_OF_ROWS), (Scaling.BLOCK, 300, PARTS_OF_BLOCKS)]
+)
+@pytest.mark.parametrize("is_told", [True, False])
+def test_chunks_read_nothing_but_what_they_name(work, scaling, num_rows, parts, is_told):
+    """The rest of weights that are offloaded may not be on the device yet."""
+    x = matrix(num_rows, 300, torch.bfloat16)
+    there = torch.full_like(x, 1e30).to(work.device)
+
+    def chunks(here: torch.Tensor) -> list[tuple[ChunkFill, int]]:
+        boxes = [
+            [p if isinstance(p, Conversion) else conversion(here, Op.QUANTIZE, *p) for p in part] for part in parts
+        ]
+        return [chunk(*part) for part in boxes]
+
+    def bring(address: np.ndarray, num_bytes: np.ndarray) -> None:
+        there.fill_(1e30)
+        for begin, size in zip((address - there.data_ptr()).tolist(), num_bytes.tolist(), strict=True):
+            assert 0 <= begin < begin + size <= 2 * x.numel()
+            there.view(-1).view(torch.uint8)[begin : begin + size] = x.view(-1).view(torch.uint8)[begin : begin + size]
+
+    cpu, grids = CpuConverter(held(x, scaling, [(0, num_rows)])), held(there, scaling, [(0, num_rows)])
+    cpu.find_amax(0)
+    cpu.agree(0, NO_MAGNITUDES)
+    converter, described = GpuConverter(work, grids), chunks(there)
+    if is_told:
+        converter.expect([fill for fill, _ in described])
+    bring(*grids.source_spans(0))
+    converter.find_amax(0)
+    for each, wanted in zip(described, chunks(x), strict=True):
+        bring(*map(np.concatenate, zip(each[0].source_spans, converter.searched_spans(each[0]), strict=True)))
+        assert np.array_equal(image_on(work, converter, each), image_on(None, cpu, wanted))
+
+
+def test_only_what_a_chunk_lacks_is_searched(work):
+    x = matrix(300, 300, torch.bfloat16).to(work.device)
+    converter = GpuConverter(work, held(x, Scaling.BLOCK, [(0, 300)]))
+    whole = conversion(x, Op.QUANTIZE, (0, 300), (0, 300))
+    chunks = [chunk(whole, scales_at((0, 0), (3, 3))), chunk(scales_at((1, 2), (1, 1)))]
+    converter.expect([fill for fill, _ in chunks])
+    assert not converter.looks_before(0)
+    found = [converter.searched_spans(fill) for fill, _ in chunks]
+    assert [len(address) for address, _ in found] == [0, 1]
+    corner, row = x[128:256, 256:300], 2 * 300
+    assert (found[1][0] - corner.data_ptr(), found[1][1]) == (0, 127 * row + 2 * 44)
 
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered")  # the interpreter's
@@ -261,7 +375,7 @@ def test_every_bf16_number_has_its_code(work):
 
 
 def test_the_interpreter_runs_the_arithmetic_of_gpus_without_fp8(work):
-    assert fp8_kernels.has_fp8_cast(work.device) == (work.device.type == "cuda")
+    assert has_fp8_cast(work.device) == (work.device.type == "cuda")
 
 
 def test_chunks_that_are_filled_together_are_the_same_as_one_by_one(work):

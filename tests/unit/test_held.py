@@ -11,7 +11,7 @@ import pytest
 
 from weft.errors import LayoutError, ProtocolError
 from weft.runtime.control.columns import expand, squeeze
-from weft.runtime.control.held import HeldColumns, HeldShard, HeldTable, concatenated
+from weft.runtime.control.held import HeldColumns, HeldShard, HeldTable, concatenated, forget_names
 from weft.runtime.weights import Part, Weights
 
 SHARDS = [
@@ -48,6 +48,30 @@ def test_members_that_name_the_same_tensors_share_the_names():
     first, second = (travelled(HeldTable.of(half).packed()).table for half in halves)
     assert first.names is second.names
     assert [list(first), list(second)] == halves
+
+
+def test_members_with_aliases_share_the_names():
+    first, second = (travelled(HeldTable.of(SHARDS).packed()).table for _ in range(2))
+    assert first.names is second.names
+    assert all(first.aliases[1][number] is second.aliases[1][number] for number in range(2))
+    assert [list(first), list(second)] == [SHARDS, SHARDS]
+
+
+def test_as_many_names_with_another_number_of_aliases_are_not_shared():
+    names = [shard.name for shard in SHARDS[:2]]
+    plain = [replace(SHARDS[0], name=name) for name in (*names, *SHARDS[1].aliases)]
+    tables = [travelled(HeldTable.of(shards).packed()).table for shards in (plain, SHARDS[:2], plain)]
+    assert tables[0].names == (*names, *SHARDS[1].aliases) == tables[2].names
+    assert tables[1].names == tuple(names)
+    assert tables[1].aliases == {1: SHARDS[1].aliases}
+
+
+def test_names_are_shared_until_all_members_have_joined():
+    packed = HeldTable.of(SHARDS).packed()
+    first = travelled(packed).table
+    forget_names()
+    assert travelled(packed).table.names == first.names
+    assert travelled(packed).table.names is not first.names
 
 
 def test_shards_can_be_taken_several_times():
@@ -154,3 +178,35 @@ def test_weights_are_columns():
     ]
     assert weights.addresses.tolist() == [base.ctypes.data, arrays["v"].ctypes.data]
     assert weights.num_bytes == 3 * 4 * 4 + 5 * 2
+
+
+def test_shapes_of_parts_may_be_lists():
+    array = np.zeros((6, 4), dtype=np.float32)
+    listed, plain = (
+        Weights.from_arrays({"w": array}, parts={"w": Part(shape=kind((8, 4)), lo=kind((2, 0)))})
+        for kind in (list, tuple)
+    )
+    assert listed.shards == plain.shards
+    assert listed.held == plain.held
+
+
+def test_a_part_has_as_many_dimensions_as_its_array():
+    parts = {"v": Part(shape=(8,), lo=(2, 0))}
+    with pytest.raises(LayoutError, match="v: shape has 1, lo has 2, extent has 2, strides has 2 dimensions"):
+        Weights.from_arrays({name: np.zeros((6, 4), dtype=np.float32) for name in "vw"}, parts=parts)
+
+
+@pytest.mark.parametrize("array", [np.zeros((0, 4)), np.zeros((3, 0)), np.zeros(0), np.zeros((6, 4))[6:]])
+def test_arrays_without_elements_have_any_strides(array):
+    """NumPy gives new ones strides of zero."""
+    weights = Weights.from_arrays({"w": array.astype(np.float32)})
+    (shard,) = weights.table
+    assert (shard.extent, shard.strides) == (array.shape, (1,) * array.ndim)
+    assert (weights.num_bytes, weights.table.span_bytes.tolist()) == (0, [0])
+    assert weights.table.num_runs.tolist() == [0]
+
+
+def test_weights_are_compared_by_identity():
+    weights, others = (Weights.from_arrays({"w": np.zeros(2, dtype=np.float32)}) for _ in range(2))
+    assert weights != others
+    assert len({weights, others, weights}) == 2

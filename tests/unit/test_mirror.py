@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from weft.codec.memory import memory_view
+from weft.core.geometry.alignment import ALIGN
 from weft.runtime.send import mirror as mirrors
 from weft.runtime.send.mirror import Mirror
 from weft.runtime.weights import Weights
@@ -82,3 +85,45 @@ def test_weights_without_elements_and_in_any_order_of_memory_are_moved():
     assert {name: part.view(np.float32).tolist() for name, part in found.items()} == {
         name: array.tolist() for name, array in arrays.items()
     }
+
+
+def filled(weights: Weights) -> dict[str, list[float]]:
+    """What the shards have on the device."""
+    mirror = Mirror(weights, "cpu")
+    for piece in mirror.pieces([])[0]:
+        mirror.copy(piece)
+    ranges = [(begin, begin + num_bytes) for begin, num_bytes in mirror.weights.ranges]
+    for shard in mirror.weights.held:
+        assert any(lo <= shard.address and shard.address + shard.span_bytes <= hi for lo, hi in ranges)
+    shards = {shard.tensor.name: memory_view(shard.address, shard.span_bytes) for shard in mirror.weights.held}
+    return {name: part.view(np.float32).tolist() for name, part in shards.items()}
+
+
+def test_shards_in_ranges_that_overlap_are_moved():
+    memory = np.arange(256, dtype=np.float32)
+    arrays = {"all": memory[:64], "inside": memory[20:24], "behind": memory[32:40], "next": memory[60:80]}
+    arrays |= {"again": memory[:64], "apart": memory[200:210]}
+    weights = Weights.from_arrays(arrays)
+    assert filled(weights) == {name: array.tolist() for name, array in arrays.items()}
+    ranges = ((memory.ctypes.data, 0), (memory.ctypes.data, 1024), (memory.ctypes.data + 80, 16))
+    assert filled(replace(weights, ranges=ranges)) == {name: array.tolist() for name, array in arrays.items()}
+
+
+def test_every_byte_is_copied_once():
+    memory = np.zeros(64, dtype=np.float32)
+    mirror = Mirror(Weights.from_arrays({"all": memory, "inside": memory[8:16], "end": memory[60:]}), "cpu")
+    assert [piece.num_bytes for piece in mirror.pieces([])[0]] == [256]
+
+
+def test_ranges_that_only_touch_are_aligned_each():
+    memory = np.zeros(64, dtype=np.float32)
+    mirror = Mirror(Weights.from_arrays({"first": memory[:10], "second": memory[10:20]}), "cpu")
+    assert (np.diff(mirror.weights.addresses) % ALIGN).tolist() == [0]
+
+
+def test_weights_without_memory_have_a_mirror():
+    mirror = Mirror(Weights.of((), ()), "cpu")
+    assert mirror.pieces([]) == ([], [])
+    assert (len(mirror.weights.held), mirror.weights.ranges) == (0, ())
+    none = Mirror(Weights.from_arrays({"none": np.zeros(0, dtype=np.float32)}), "cpu")
+    assert none.pieces([spans(none)]) == ([], [0])

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.support.arena import Arena
 from weft.config import ReceiverMode, TransferSettings
 from weft.errors import (
     AuthError,
@@ -20,6 +21,7 @@ from weft.errors import (
     VersionError,
     WeftError,
 )
+from weft.runtime.control import held
 from weft.runtime.control.keys import make_keys
 from weft.runtime.control.security import Security
 from weft.runtime.controller.controller import Controller
@@ -281,6 +283,26 @@ def in_place():
     made = Pair({"w": np.arange(500, dtype=np.float32)}, {"w": np.zeros(500, dtype=np.float32)}, mode="in_place")
     yield made
     made.close()
+
+
+@pytest.mark.parametrize("through", [None, "cpu"])
+def test_a_trainer_without_rows_takes_part(through):
+    rows, engine = np.arange(32, dtype=np.float32).reshape(8, 4), np.zeros((8, 4), dtype=np.float32)
+    parts = [{"w": Part(shape=(8, 4), lo=(lo, 0))} for lo in (0, 8)]
+    trainers = [
+        Weights.from_arrays({"w": array}, parts=part)
+        for array, part in zip((rows, np.zeros((0, 4), "f4")), parts, strict=True)
+    ]
+    with Arena(trainers, [Weights.from_arrays({"w": engine})], through=through) as arena:
+        arena.publish(1)
+    assert np.array_equal(engine, rows)
+
+
+def test_names_that_members_share_are_kept_by_members_only():
+    weights = [Weights.from_arrays({"w": np.zeros(4, dtype=np.float32)}) for _ in range(2)]
+    with Arena(weights[:1], weights[1:]) as arena:
+        arena.publish(1)
+        assert held._split_names.cache_info().currsize == 0
 
 
 def test_in_place_nothing_is_written_before_the_engine_pauses(in_place):

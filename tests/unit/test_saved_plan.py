@@ -349,10 +349,18 @@ def test_a_plan_or_its_file_and_a_cluster_or_its_name_are_taken(tmp_path):
         controller(topology=topology, policy="greedy").close()
 
 
-@pytest.mark.parametrize("name", ["w", "ω", 'a"b', "a\\b", "a\x7fb", "a\tb", "a/b"])
+@pytest.mark.parametrize("name", ["w", "ω", 'a"b', "a\\b", "a\x7fb", "a\tb", "a/b", "a\ud800b", np.str_("w")])
 def test_a_digest_is_that_of_plain_json(name):
     """Long entries are encoded by another library: equal plans must keep their digests."""
     layout = {"text": "fsdp2", "num_ranks": 2, "tensors": [(name, "bf16", (8, 4)), ("v", "fp32", (1 << 40,))]}
     header = {"trainer": layout, "engine": layout, "sources": [name], "settings": {name: 1e-7}, "model": None}
     expected = json.dumps(header, sort_keys=True, separators=(",", ":")).encode()
     assert plan_file._canonical(header) == expected
+
+
+def test_a_plan_whose_names_are_those_of_numpy_is_the_same():
+    plan = saved()
+    tensors = tuple(replace(tensor, name=np.str_(tensor.name)) for tensor in plan.trainer.tensors)
+    sources = tuple(map(np.str_, plan.recipe.sources))
+    other = replace(plan, trainer=replace(plan.trainer, tensors=tensors), recipe=replace(plan.recipe, sources=sources))
+    assert plan_file.digest(other) == plan_file.digest(plan)

@@ -203,4 +203,4 @@ class _Fp8:
 
     def quantize(self) -> None:
         """One pass over all of them."""
-        fp8_kernels.quantize(self._table, self._image, self._amax, self._wild, width=2)
+        fp8_kernels.KERNELS.quantize(self._table, self._image, self._amax, self._wild, width=2)

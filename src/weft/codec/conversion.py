@@ -92,7 +92,7 @@ class Conversions(Sequence[tuple[Conversion, int]]):
 
     @property
     def source_spans(self) -> Spans:
-        """The weights each box reads; scales read none."""
+        """The weights each box reads; scales read none (but see `Converter.searched_spans`)."""
         reading = self.table[self.column("op") != Op.SCALE]
         src, stride, src_dtype, rows, columns = (
             reading[:, Conversion._fields.index(name)] for name in ("src", "stride", "src_dtype", "rows", "columns")
@@ -112,9 +112,15 @@ class ChunkFill:
     @property
     def source_spans(self) -> Spans:
         """The weights it reads, gaps between rows included."""
-        copied = (column.astype(np.int64) for column in self.planes.src_spans)
-        address, num_bytes = zip(copied, self.boxes.source_spans, strict=True)
-        return np.concatenate(address), np.concatenate(num_bytes)
+        address, num_bytes = (column.astype(np.int64) for column in self.planes.src_spans)
+        return all_spans([(address, num_bytes), self.boxes.source_spans])
+
+
+def all_spans(parts: Sequence[Spans]) -> Spans:
+    """Those of all parts."""
+    none = np.zeros(0, dtype=np.int64)
+    address, num_bytes = (np.concatenate(columns) for columns in zip((none, none), *parts, strict=True))
+    return address, num_bytes
 
 
 class Converter(Protocol):
@@ -131,7 +137,10 @@ class Converter(Protocol):
         """All chunks that may be filled: what they cut need not be searched by each of them."""
 
     def looks_before(self, group: int) -> bool:
-        """Whether `find_amax` has anything to find."""
+        """Whether `find_amax` has anything to find, now that all chunks are known."""
+
+    def searched_spans(self, chunk: ChunkFill) -> Spans:
+        """The weights that filling a chunk searches for magnitudes, besides those it reads."""
 
     def find_amax(self, group: int) -> Floats:
         """Find the largest magnitudes of a group's blocks, in the parts held here; returns those of its cut blocks."""
@@ -182,6 +191,10 @@ class CpuConverter:
     def looks_before(self, group: int) -> bool:
         """Chunks are filled with the magnitudes that were found."""
         return len(self.spread.grids_of(group)) > 0
+
+    def searched_spans(self, chunk: ChunkFill) -> Spans:
+        """None: everything is searched before."""
+        return all_spans([])
 
     def find_amax(self, group: int) -> Floats:
         """Raises CodecError, naming the tensor, for non-finite numbers."""

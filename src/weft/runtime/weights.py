@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from weft.core.layout import DTYPE_BYTES, Tensor, coordinate_column
+from weft.core.layout import DTYPE_BYTES, Tensor
 from weft.devices import CPU
 from weft.errors import LayoutError
 from weft.runtime.control.held import HeldColumns, HeldTable
@@ -70,7 +70,7 @@ class Held:
 Allocate = Callable[[int], Memory]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Weights:
     """All shards of one member; keeps their memory alive.
 
@@ -142,19 +142,14 @@ class Weights:
 
 
 def _table(held: Sequence[Held]) -> HeldTable:
-    dtypes = {dtype: number for number, dtype in enumerate(dict.fromkeys(shard.tensor.dtype for shard in held))}
-    num_dims = np.array([len(shard.extent) for shard in held], dtype=np.int64)
-    width = int(num_dims.max(initial=1))
-    return HeldTable(
+    return HeldTable.of_lists(
         names=[shard.tensor.name for shard in held],
         aliases={number: shard.aliases for number, shard in enumerate(held) if shard.aliases},
-        dtypes=tuple(dtypes),
-        dtype=np.array([dtypes[shard.tensor.dtype] for shard in held], dtype=np.int64),
-        num_dims=num_dims,
-        shape=coordinate_column([shard.tensor.shape for shard in held], width, fill=1),
-        lo=coordinate_column([shard.lo for shard in held], width, fill=0),
-        extent=coordinate_column([shard.extent for shard in held], width, fill=1),
-        strides=coordinate_column([shard.strides for shard in held], width, fill=1),
+        dtypes=[shard.tensor.dtype for shard in held],
+        shape=[shard.tensor.shape for shard in held],
+        lo=[shard.lo for shard in held],
+        extent=[shard.extent for shard in held],
+        strides=[shard.strides for shard in held],
     )
 
 
@@ -167,13 +162,13 @@ class _ArrayKinds:
 
     def number(self, name: str, array: NDArray[Any], part: Part | None) -> int:
         """The kind of an array, as a number in `known`."""
-        shape, lo = (array.shape, (0,) * array.ndim) if part is None else (part.shape, part.lo)
+        shape, lo = (array.shape, (0,) * array.ndim) if part is None else (tuple(part.shape), tuple(part.lo))
         kind = array.dtype, array.shape, array.strides, shape, lo
         number = self._numbers.get(kind)
         if number is None:
             dtype, strides = _dtype_and_strides(name, array)
             number = self._numbers[kind] = len(self.known)
-            tensor = Tensor(name="", dtype=dtype, shape=shape)
+            tensor = Tensor(name=name, dtype=dtype, shape=shape)
             self.known.append(Held(tensor=tensor, lo=lo, extent=array.shape, strides=strides, address=0))
         return number
 
@@ -183,6 +178,7 @@ def _dtype_and_strides(name: str, array: NDArray[Any]) -> tuple[str, tuple[int, 
     if array.dtype.name not in _DTYPES:
         raise LayoutError(f"`{name}` is {array.dtype.name}", hint=f"use one of {', '.join(_DTYPES)}")
     size = array.dtype.itemsize
-    if any(stride % size or stride < size for stride in array.strides):
-        raise LayoutError(f"`{name}` has strides {array.strides}", hint="use an array with positive strides")
-    return _DTYPES[array.dtype.name], tuple(stride // size for stride in array.strides)
+    strides = array.strides if array.size else (size,) * array.ndim  # NumPy's mean nothing where there is nothing
+    if any(stride % size or stride < size for stride in strides):
+        raise LayoutError(f"`{name}` has strides {strides}", hint="use an array with positive strides")
+    return _DTYPES[array.dtype.name], tuple(stride // size for stride in strides)

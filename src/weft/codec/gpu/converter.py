@@ -1,9 +1,9 @@
 """Conversions of GPU memory: the largest magnitudes, FP8, casts. Same results as weft.codec.conversion, bit for bit.
 
 Blocks that fit into one tile of a chunk, rows among them, are quantised in one pass, when the chunk is filled. Only
-blocks that other trainers hold parts of, and those larger than a tile (tensors), are searched beforehand (`find_amax`);
-blocks that a chunk's border cuts, and scales that travel apart from their codes, are searched by the chunk that needs
-them.
+blocks that other trainers hold parts of, those larger than a tile (tensors), and rows that a chunk has only a part of
+are searched beforehand (`find_amax`). Other blocks that a chunk's border cuts, and those whose scales travel apart from
+their codes, are searched by the chunk that needs them, which then reads more than its codes (`searched_spans`).
 Each chunk is compiled once into tables on the device.
 """
 
@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from types import ModuleType
 from typing import NamedTuple
 
 import numpy as np
@@ -19,10 +18,11 @@ import torch
 from numpy.typing import NDArray
 
 from weft.codec.cast import KINDS
-from weft.codec.conversion import DTYPES, ChunkFill, Conversion, Wait
+from weft.codec.conversion import DTYPES, ChunkFill, Conversion, Spans, Wait, all_spans
 from weft.codec.fp8 import Box, Grid
 from weft.codec.gpu import cast_kernels, fp8_kernels, row_kernels
 from weft.codec.gpu.fp8_arithmetic import WIDTHS
+from weft.codec.gpu.fp8_launch import Fp8Kernels
 from weft.codec.gpu.matrix_tiles import SIDE, MatrixBox, MatrixTiles, fits_tile
 from weft.codec.grids import BlockSpread, HeldGrids
 from weft.codec.memory import Floats
@@ -39,8 +39,8 @@ _DIVERGED = "the policy may have diverged; set allow_nonfinite to send it anyway
 class _Tiles(NamedTuple):
     """Tiles of one kind: one launch."""
 
-    kernels: ModuleType
-    """Those of rows, or of other tiles."""
+    kernels: Fp8Kernels
+    """Those of rows, or of squares."""
     width: int
     """Bytes of an element."""
     table: torch.Tensor
@@ -52,6 +52,8 @@ class _Search:
 
     blocks: torch.Tensor
     tiles: tuple[_Tiles, ...]
+    spans: Spans
+    """The weights that are read."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,8 +128,13 @@ class GpuConverter:
         self._is_sought |= np.cumsum(borders)[:-1] > 0
 
     def looks_before(self, group: int) -> bool:
-        """Whether some blocks are cut, or larger than a tile."""
+        """Whether some blocks are cut, larger than a tile, or rows of which a chunk has only a part."""
         return bool(self._is_sought[self.spread.blocks_of(group)].any())
+
+    def searched_spans(self, chunk: ChunkFill) -> Spans:
+        """Where the blocks lie that the chunk searches itself."""
+        with self._work.queue():
+            return self._program(chunk).search.spans
 
     def find_amax(self, group: int) -> Floats:
         """Find magnitudes that are needed before chunks are filled; if there are none, returns at once.
@@ -262,7 +269,7 @@ class GpuConverter:
     def _search(self, blocks: Int64s, grids: Sequence[int]) -> _Search:
         """Tiles of all that is held of some blocks of some grids."""
         if not len(blocks):
-            return _Search(blocks=self._work.upload(blocks), tiles=())
+            return _Search(blocks=self._work.upload(blocks), tiles=(), spans=all_spans([]))
         is_wanted = np.zeros(self.spread.num_blocks, dtype=bool)
         is_wanted[blocks] = True
         found = []
@@ -275,15 +282,19 @@ class GpuConverter:
             ]
             tiles = MatrixTiles.of(boxes)
             found.append((width, tiles.take(is_wanted[tiles.block])))
-        return _Search(blocks=self._work.upload(blocks), tiles=self._uploaded(found))
+        spans = all_spans([tiles.source_spans(width) for width, tiles in found])
+        return _Search(blocks=self._work.upload(blocks), tiles=self._uploaded(found), spans=spans)
 
     def _uploaded(self, found: Sequence[tuple[int, MatrixTiles]]) -> tuple[_Tiles, ...]:
-        """Tables of tiles, by the bytes of their elements; whole blocks are searched by the program that has them."""
+        """Tables of tiles, for each width those of squares and those of rows.
+
+        A program that quantises a whole block finds its magnitude; one that has a part takes it as known.
+        """
         return tuple(
             _Tiles(kernels, width, self._work.upload(table[chosen]))
             for width, tiles in found
             for table in (tiles.table(is_known=~tiles.is_whole),)
-            for kernels, chosen in ((fp8_kernels, ~tiles.is_row), (row_kernels, tiles.is_row))
+            for kernels, chosen in ((fp8_kernels.KERNELS, ~tiles.is_row), (row_kernels.KERNELS, tiles.is_row))
             if chosen.any()
         )
 

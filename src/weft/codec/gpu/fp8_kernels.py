@@ -10,7 +10,8 @@ import torch
 import triton
 import triton.language as tl
 
-from weft.codec.gpu.fp8_arithmetic import ELEMENTS, has_fp8_cast, magnitude, scale, to_e4m3
+from weft.codec.gpu.fp8_arithmetic import magnitude, scale, to_e4m3
+from weft.codec.gpu.fp8_launch import Fp8Kernels
 from weft.codec.gpu.tile_kernels import destination_of, flags_of, load_rows, source_of, store_rows
 
 QUANTIZE_ROWS, QUANTIZE_WARPS = 32, 8
@@ -121,45 +122,13 @@ def _scale_kernel(table, num_scales, image, amax, SCALES: tl.constexpr):  # type
     tl.store(dst, scale(largest), mask=inside)
 
 
-def quantize(
-    table: torch.Tensor,
-    image: int,
-    amax: torch.Tensor,
-    wild: torch.Tensor,
-    *,
-    width: int,
-    allow_nonfinite: bool = False,
-) -> None:
-    """Quantise tiles of elements of `width` bytes into an image; queued on the current stream.
-
-    `amax`: magnitudes of all blocks, given for tiles that are KNOWN and found for the others. `wild[0]` is nonzero
-    afterwards if any number is not finite; `add_amax` counts them.
-    """
-    if len(table):
-        _quantize_kernel[(len(table),)](
-            table,
-            image,
-            amax,
-            wild,
-            ELEMENT=ELEMENTS[width],
-            ROWS=QUANTIZE_ROWS,
-            PART_ROWS=PART_ROWS,
-            IS_ALIGNED=image % 16 == 0,
-            HAS_CAST=has_fp8_cast(table.device),
-            IS_WILD=allow_nonfinite,
-            num_warps=QUANTIZE_WARPS,
-        )
-
-
-def add_amax(table: torch.Tensor, amax: torch.Tensor, wild: torch.Tensor, *, width: int) -> None:
-    """Raise the magnitudes of blocks to what tiles hold of them; queued on the current stream.
-
-    `wild`: raised by the number of non-finite elements, in total and in each grid.
-    """
-    if len(table):
-        _amax_kernel[(len(table),)](
-            table, amax.view(torch.int32), wild, ELEMENT=ELEMENTS[width], ROWS=PART_ROWS, num_warps=QUANTIZE_WARPS
-        )
+KERNELS = Fp8Kernels(
+    quantize_kernel=_quantize_kernel,
+    quantize_steps={"ROWS": QUANTIZE_ROWS, "PART_ROWS": PART_ROWS},
+    amax_kernel=_amax_kernel,
+    amax_steps={"ROWS": PART_ROWS},
+    num_warps=QUANTIZE_WARPS,
+)
 
 
 def write_scales(table: torch.Tensor, image: int, amax: torch.Tensor) -> None:

@@ -123,6 +123,10 @@ class MatrixTiles:
         )
         return np.stack(columns, axis=1)
 
+    def source_spans(self, width: int) -> tuple[Int64s, Int64s]:
+        """What each tile of elements of `width` bytes reads, gaps between rows included: address and bytes."""
+        return self.src, ((self.rows - 1) * self.stride + self.columns) * width
+
     def take(self, which: NDArray[np.bool_]) -> MatrixTiles:
         """A selection of the tiles."""
         return MatrixTiles(**{name: getattr(self, name)[which] for name in self.__slots__})

@@ -1,15 +1,15 @@
 """FP8 with a scale for each row, on a GPU: a program reads a whole row, of any length, and gives it one scale.
 
-The same results and the same calls as `fp8_kernels`, whose tiles would have a single row and mostly empty lanes.
+The same results as `fp8_kernels`, whose tiles would have a single row and mostly empty lanes.
 """
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 
-from weft.codec.gpu.fp8_arithmetic import ELEMENTS, has_fp8_cast, magnitude, scale, to_e4m3
+from weft.codec.gpu.fp8_arithmetic import magnitude, scale, to_e4m3
+from weft.codec.gpu.fp8_launch import Fp8Kernels
 from weft.codec.gpu.tile_kernels import destination_of, flags_of, source_of
 
 STEP, WARPS = 1024, 4
@@ -91,7 +91,7 @@ def _load(src, begin, columns, STEP: tl.constexpr, IS_FULL: tl.constexpr):  # ty
     """Some elements of a row as FP32; zeros beyond its end."""
     column = begin + tl.arange(0, STEP)
     there = src + column
-    if IS_FULL:
+    if IS_FULL:  # its length is a multiple of 16: the mask shows that to the compiler, which then reads vectors
         values = tl.load(tl.multiple_of(there, 16), mask=column < columns // 16 * 16, other=0.0)
     else:
         values = tl.load(there, mask=column < columns, other=0.0)
@@ -103,7 +103,7 @@ def _store(dst, codes, begin, columns, STEP: tl.constexpr, IS_FULL: tl.constexpr
     """Store some codes of a row."""
     column = begin + tl.arange(0, STEP)
     there = dst + column
-    if IS_FULL:
+    if IS_FULL:  # as above
         tl.store(tl.multiple_of(there, 16), codes, mask=column < columns // 16 * 16)
     else:
         tl.store(there, codes, mask=column < columns)
@@ -118,34 +118,10 @@ def _row_amax_kernel(table, amax, wild, ELEMENT: tl.constexpr, STEP: tl.constexp
     tl.atomic_max(amax + tl.load(tile + 4), largest.to(tl.int32, bitcast=True))
 
 
-def quantize(
-    table: torch.Tensor,
-    image: int,
-    amax: torch.Tensor,
-    wild: torch.Tensor,
-    *,
-    width: int,
-    allow_nonfinite: bool = False,
-) -> None:
-    """Quantise rows of elements of `width` bytes into an image; like `fp8_kernels.quantize`."""
-    if len(table):
-        _quantize_row_kernel[(len(table),)](
-            table,
-            image,
-            amax,
-            wild,
-            ELEMENT=ELEMENTS[width],
-            STEP=STEP,
-            IS_ALIGNED=image % 16 == 0,
-            HAS_CAST=has_fp8_cast(table.device),
-            IS_WILD=allow_nonfinite,
-            num_warps=WARPS,
-        )
-
-
-def add_amax(table: torch.Tensor, amax: torch.Tensor, wild: torch.Tensor, *, width: int) -> None:
-    """Raise the magnitudes of rows to what is held of them; like `fp8_kernels.add_amax`."""
-    if len(table):
-        _row_amax_kernel[(len(table),)](
-            table, amax.view(torch.int32), wild, ELEMENT=ELEMENTS[width], STEP=STEP, num_warps=WARPS
-        )
+KERNELS = Fp8Kernels(
+    quantize_kernel=_quantize_row_kernel,
+    quantize_steps={"STEP": STEP},
+    amax_kernel=_row_amax_kernel,
+    amax_steps={"STEP": STEP},
+    num_warps=WARPS,
+)

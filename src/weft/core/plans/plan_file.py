@@ -12,6 +12,7 @@ Format, version 3. All integers little-endian.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import struct
@@ -146,9 +147,10 @@ def _canonical(value: Mapping[str, Any]) -> bytes:
 def _canonical_entry(key: str, value: Any) -> bytes:
     """The same for one entry; msgspec writes names and whole numbers alike, if names are plain, but much faster."""
     if key in _LONG:
-        fast = msgspec.json.encode(value, order="sorted")
-        if fast.isascii() and b"\\" not in fast and b"\x7f" not in fast:
-            return fast
+        with contextlib.suppress(TypeError, UnicodeEncodeError):  # it refuses subclasses of str, and lone surrogates
+            fast = msgspec.json.encode(value, order="sorted")
+            if fast.isascii() and b"\\" not in fast and b"\x7f" not in fast:
+                return fast
     return json.dumps(value, sort_keys=True, separators=(",", ":")).encode()
 
 

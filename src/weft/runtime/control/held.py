@@ -65,11 +65,11 @@ class HeldColumns(msgspec.Struct, frozen=True, dict=True, forbid_unknown_fields=
         if problem:
             raise ProtocolError(f"shard table of a member is damaged: {problem}")
         count = len(columns["dtype"])
-        names = _split_names(self.names, count + len(alias_of))
+        names, others = _split_names(self.names, count, len(alias_of))
         aliases: dict[int, tuple[str, ...]] = {}
-        for shard, alias in zip(alias_of.tolist(), names[count:], strict=True):
+        for shard, alias in zip(alias_of.tolist(), others, strict=True):
             aliases[shard] = (*aliases.get(shard, ()), alias)
-        return HeldTable(names=names[:count], aliases=aliases, dtypes=self.dtypes, **columns)
+        return HeldTable(names=names, aliases=aliases, dtypes=self.dtypes, **columns)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -95,20 +95,34 @@ class HeldTable:
     @classmethod
     def of(cls, shards: Sequence[HeldShard]) -> HeldTable:
         """Shards as columns; raises LayoutError for one whose coordinates have different numbers of dimensions."""
-        _check_dims(shards)
-        num_dims = max((len(shard.shape) for shard in shards), default=1)
-        dtypes = tuple(dict.fromkeys(shard.dtype for shard in shards))
-        number = {dtype: i for i, dtype in enumerate(dtypes)}
-        return cls(
+        return cls.of_lists(
             names=[shard.name for shard in shards],
             aliases={i: shard.aliases for i, shard in enumerate(shards) if shard.aliases},
-            dtypes=dtypes,
-            dtype=np.array([number[shard.dtype] for shard in shards], dtype=np.int64),
-            num_dims=np.array([len(shard.shape) for shard in shards], dtype=np.int64),
-            **{
-                name: coordinate_column([getattr(shard, name) for shard in shards], num_dims, fill=fill)
-                for name, fill in _COORDINATES.items()
-            },
+            dtypes=[shard.dtype for shard in shards],
+            **{name: [getattr(shard, name) for shard in shards] for name in _COORDINATES},
+        )
+
+    @classmethod
+    def of_lists(
+        cls,
+        *,
+        names: Sequence[str],
+        aliases: dict[int, tuple[str, ...]],
+        dtypes: Sequence[str],
+        **coordinates: Sequence[tuple[int, ...]],
+    ) -> HeldTable:
+        """The same from a list of each field."""
+        num_dims = {name: np.fromiter(map(len, found), np.int64, len(names)) for name, found in coordinates.items()}
+        _check_dims(names, num_dims)
+        width = int(num_dims["extent"].max(initial=1))
+        number = {dtype: i for i, dtype in enumerate(dict.fromkeys(dtypes))}
+        return cls(
+            names=names,
+            aliases=aliases,
+            dtypes=tuple(number),
+            dtype=np.array([number[dtype] for dtype in dtypes], dtype=np.int64),
+            num_dims=num_dims["extent"],
+            **{name: coordinate_column(coordinates[name], width, fill=fill) for name, fill in _COORDINATES.items()},
         )
 
     def __getitem__(self, number: int) -> HeldShard:
@@ -198,13 +212,13 @@ def concatenated(tables: Sequence[HeldTable]) -> HeldTable:
     )
 
 
-def _check_dims(shards: Sequence[HeldShard]) -> None:
+def _check_dims(names: Sequence[str], num_dims: dict[str, Int64s]) -> None:
+    """Raise unless all coordinates of a shard have as many dimensions."""
+    sizes = np.stack([num_dims[name] for name in _COORDINATES], axis=1)
     problems = []
-    for shard in shards:
-        sizes = {name: len(getattr(shard, name)) for name in _COORDINATES}
-        if len(set(sizes.values())) > 1:
-            found = ", ".join(f"{name} has {size}" for name, size in sizes.items())
-            problems.append(f"{shard.name}: {found} dimensions")
+    for shard in np.flatnonzero((sizes != sizes[:, :1]).any(axis=1)).tolist():
+        found = ", ".join(f"{name} has {size}" for name, size in zip(_COORDINATES, sizes[shard].tolist(), strict=True))
+        problems.append(f"{names[shard]}: {found} dimensions")
     if problems:
         raise LayoutError("the shards are invalid", problems=tuple(problems))
 
@@ -226,8 +240,8 @@ def _misfit(columns: dict[str, Int64s], alias_of: Int64s, num_dtypes: int) -> st
 
 
 @lru_cache(maxsize=2)
-def _split_names(data: bytes, count: int) -> tuple[str, ...]:
-    """The original names; raises ProtocolError unless there are exactly `count`.
+def _split_names(data: bytes, num_shards: int, num_aliases: int) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The names of shards, and aliases; raises ProtocolError unless there are exactly as many.
 
     Most members of a side name the same tensors in the same order: then they share the names, one list for each side.
     """
@@ -237,8 +251,13 @@ def _split_names(data: bytes, count: int) -> tuple[str, ...]:
         if len(raw) > MAX_NAME_BYTES or not unpacker.eof:
             raise ValueError(f"more than {MAX_NAME_BYTES} bytes, or incomplete")
         names = raw.decode().split(_END)
-        if len(names) != count + 1 or names.pop():
-            raise ValueError(f"{len(names)} names for {count} shards and aliases")
+        if len(names) != num_shards + num_aliases + 1 or names.pop():
+            raise ValueError(f"{len(names)} names for {num_shards} shards and {num_aliases} aliases")
     except (ValueError, zlib.error) as error:
         raise ProtocolError(f"names of a member's shards are damaged: {error}") from error
-    return tuple(names)
+    return tuple(names[:num_shards]), tuple(names[num_shards:])
+
+
+def forget_names() -> None:
+    """All members have joined and share their names: keep those no longer than the members."""
+    _split_names.cache_clear()

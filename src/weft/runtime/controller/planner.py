@@ -32,6 +32,7 @@ from weft.config import TransferSettings
 from weft.core.plans.plan import Plan
 from weft.errors import PlanError, WeftError
 from weft.runtime.compile.member_plans import MemberPlans
+from weft.runtime.control.held import forget_names
 from weft.runtime.control.member_id import MemberId
 from weft.runtime.control.messages import Join, Opened, ReceivePlan, SendPlan
 from weft.runtime.controller.membership import choose_links
@@ -111,6 +112,7 @@ class Planner:
     ) -> None:
         """Plan for these members; the result is a Planned, or an error. `speeds`: of hosts that are slow."""
         num_shards = sum(len(join.held.table) for side in (trainers, engines) for join in side.values())
+        forget_names()
         self._begin(f"planning: {num_shards:,} shards", self._plan((trainers, engines), dict(speeds or {})))
 
     def ship(self, parts: MemberPlans, trainers: Mapping[int, Opened], engines: Mapping[int, Opened]) -> None:

@@ -9,7 +9,7 @@ mirror.copy(pieces[0])                      # from the host
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -37,19 +37,19 @@ class Mirror:
         if weights.device != CPU:
             raise ConfigError(f"weights on {weights.device} are not offloaded", hint="leave `through` out")
         self._keep = weights
-        sizes = [aligned(num_bytes) for _, num_bytes in weights.ranges]
-        self._memory = own_memory(device, max(sum(sizes), ALIGN))
-        begins = (self._memory.address + np.concatenate([[0], np.cumsum(sizes)[:-1]]).astype(np.int64)).tolist()
-        ranges = [(start, num_bytes, begin) for (start, num_bytes), begin in zip(weights.ranges, begins, strict=True)]
+        start, num_bytes = _merged(weights.ranges)
+        sizes = aligned(num_bytes)
+        self._memory = own_memory(device, max(int(sizes.sum()), ALIGN))
+        begin = self._memory.address + np.cumsum(sizes) - sizes
         self.weights = replace(
             weights,
-            addresses=_moved(weights, ranges, empty=self._memory.address),
-            ranges=tuple((begin, num_bytes) for _, num_bytes, begin in ranges),
+            addresses=_moved(weights, start, begin, empty=self._memory.address),
+            ranges=tuple(zip(begin.tolist(), num_bytes.tolist(), strict=True)),
             keep=self,
             device=device,
             rehome=None,
         )
-        self._rows = _rows(ranges)
+        self._rows = _rows(zip(start.tolist(), num_bytes.tolist(), begin.tolist(), strict=True))
         self._copy = native.copy_planes if device == CPU else _copy_to(device, weights)
 
     def copy(self, piece: Planes) -> int:
@@ -84,16 +84,26 @@ class Mirror:
         return np.flatnonzero(covering > 0)
 
 
-def _moved(weights: Weights, ranges: Sequence[tuple[int, int, int]], *, empty: int) -> Int64s:
-    """Where shards lie after their ranges (from, bytes, to) were moved; those without elements lie at `empty`."""
-    table = np.array(sorted(ranges), dtype=np.int64).reshape(-1, 3)
-    if not len(table):
+def _merged(ranges: Sequence[tuple[int, int]]) -> tuple[Int64s, Int64s]:
+    """Address and bytes of ranges, sorted; those that overlap become one, so that every byte is copied once."""
+    start, num_bytes = np.array(sorted(ranges), dtype=np.int64).reshape(-1, 2).T
+    end = np.maximum.accumulate(start + num_bytes)
+    is_first = np.ones(len(start), dtype=bool)
+    is_first[1:] = start[1:] >= end[:-1]
+    first = np.flatnonzero(is_first)
+    last = np.append(first, len(start))[1:] - 1
+    return start[first], end[last] - start[first]
+
+
+def _moved(weights: Weights, start: Int64s, begin: Int64s, *, empty: int) -> Int64s:
+    """Where shards lie after the ranges at `start` were moved to `begin`; those without elements lie at `empty`."""
+    if not len(start):
         return np.full(len(weights.addresses), empty, dtype=np.int64)
-    behind = table[np.maximum(np.searchsorted(table[:, 0], weights.addresses, side="right") - 1, 0)]
-    return np.where(weights.table.span_bytes > 0, weights.addresses + behind[:, 2] - behind[:, 0], empty)
+    at = np.maximum(np.searchsorted(start, weights.addresses, side="right") - 1, 0)
+    return np.where(weights.table.span_bytes > 0, weights.addresses + (begin - start)[at], empty)
 
 
-def _rows(ranges: Sequence[tuple[int, int, int]]) -> Int64s:
+def _rows(ranges: Iterable[tuple[int, int, int]]) -> Int64s:
     """Ranges (from, bytes, to), cut: from, to, bytes of each row, in the order of where they go."""
     return np.array(
         [

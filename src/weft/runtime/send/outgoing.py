@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from weft.codec.conversion import ChunkFill, Converter, Spans, Wait
+from weft.codec.conversion import ChunkFill, Converter, Spans, Wait, all_spans
 from weft.codec.image import PATCH_ALIGN
 from weft.codec.memory import memory_view
 from weft.codec.patching import ImagePair, KeptImage, Patcher, Sizes
@@ -75,8 +75,9 @@ class Outgoing:
         return bool(self.images)
 
     def source_spans(self, chunk: int) -> Spans:
-        """The weights a Chunk reads."""
-        return self.fills[chunk].source_spans
+        """The weights a Chunk reads, be it only to find magnitudes. The converter must expect all Chunks by now."""
+        fill = self.fills[chunk]
+        return all_spans([fill.source_spans, self._converter.searched_spans(fill)])
 
     def address(self, chunk: int, image: int) -> int:
         """Where a Chunk that is kept lies in an image."""

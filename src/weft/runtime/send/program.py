@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from weft.codec.conversion import Converter, Spans, converter_for
+from weft.codec.conversion import Converter, Spans, all_spans, converter_for
 from weft.codec.grids import HeldGrids
 from weft.codec.patching import patcher_for
 from weft.config import DeltaPolicy, DigestPolicy, StagingPolicy, TransferSettings
@@ -108,11 +108,8 @@ class SendProgram:
 
     def _spans_beside(self, chunk: Chunk) -> Spans:
         """The weights that are read by what is written beside a Chunk."""
-        none = np.zeros(0, dtype=np.int64)
         known = [self._read_beside.get(link.engine, []) for link in chunk.links]
-        spans = [(none, none), *(parts[chunk.number] for parts in known if chunk.number < len(parts))]
-        address, num_bytes = (np.concatenate(columns) for columns in zip(*spans, strict=True))
-        return address, num_bytes
+        return all_spans([parts[chunk.number] for parts in known if chunk.number < len(parts)])
 
     def _connect(self, program: _LinkProgram) -> Link:
         target = program.target
