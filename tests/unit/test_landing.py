@@ -39,24 +39,26 @@ def weights(*, a: int = A, t: int = T, strides: tuple[int, int] = (4, 1), keep: 
     return Weights.of(held, ranges=((a, 128), (t, held[1].span_bytes)), keep=keep)
 
 
-def boxes(tensor: int, num_rows: int, *, columns: int = 4) -> bytes:
-    """The first columns of all rows of one tensor."""
-    one, none = np.ones(1, dtype=np.int64), np.zeros(1, dtype=np.int64)
+def boxes(*parts: tuple[int, int, int]) -> bytes:
+    """Boxes that begin at the first element of their tensors: number of the tensor, rows and columns."""
+    tensor, rows, columns = np.array(parts).T
+    tensors, dst = np.unique(tensor, return_inverse=True)
+    number, none = np.arange(len(parts)), np.zeros(len(parts), dtype=np.int64)
     return LinkBoxes(
-        extent=np.array([[num_rows, columns]]),
-        src_strides=np.array([[columns, 1]]),
-        dst_strides=np.array([[4, 1]]),
-        what=np.array([[Op.COPY, FP32, FP32]]),
-        tensors=np.array([tensor]),
-        kind=none,
-        src=none,
+        extent=np.stack([rows, columns], axis=1),
+        src_strides=np.stack([columns, none + 1], axis=1),
+        dst_strides=np.array([[4, 1]] * len(parts)),
+        what=np.array([[Op.COPY, FP32, FP32]] * len(parts)),
+        tensors=tensors,
+        kind=number,
+        src=number,
         src_offset=none,
-        dst=none,
+        dst=dst,
         dst_offset=none,
-        first=np.zeros((1, 2), dtype=np.int64),
-        grid=-one,
-        group=-one,
-        place=none,
+        first=np.zeros((len(parts), 2), dtype=np.int64),
+        grid=none - 1,
+        group=none - 1,
+        place=number,
     ).encode()
 
 
@@ -92,7 +94,7 @@ def positions(link: ArrivingLink) -> list[int]:
 
 
 def test_in_place_everything_lands_where_it_belongs():
-    landing = Landing([source(3, boxes(0, 8)), source(5, boxes(1, 2))], weights())
+    landing = Landing([source(3, boxes((0, 8, 4))), source(5, boxes((1, 2, 4)))], weights())
     first, second = landing.arriving
     assert chunks(first) == [(64, [(A, A, 64)], False), (64, [(A + 64, A + 64, 64)], False)]
     assert chunks(second) == [(32, [(T, T, 32)], False)]
@@ -105,8 +107,8 @@ def test_in_place_everything_lands_where_it_belongs():
 
 def test_versions_beside_the_weights_are_scattered_by_a_commit():
     sources = [
-        source(5, boxes(1, 2), lands_in_stream=True, stream=512),
-        source(3, boxes(0, 8), lands_in_stream=True, stream=1024),
+        source(5, boxes((1, 2, 4)), lands_in_stream=True, stream=512),
+        source(3, boxes((0, 8, 4)), lands_in_stream=True, stream=1024),
     ]
     landing = Landing(sources, weights(), landing=memory())
     assert chunks(landing.arriving[0]) == [(32, [(BESIDE + 512, T, 32)], False)]
@@ -125,7 +127,7 @@ def test_versions_beside_the_weights_are_scattered_by_a_commit():
 
 def test_columns_of_a_tensor_lie_together_in_a_stream():
     """Two of four columns: rows of 8 bytes that belong 16 bytes apart."""
-    landing = Landing([source(3, boxes(1, 2, columns=2), lands_in_stream=True)], weights(), landing=memory())
+    landing = Landing([source(3, boxes((1, 2, 2)), lands_in_stream=True)], weights(), landing=memory())
     assert [ways(step) for step in landing.steps] == [[(BESIDE, T, 8), (BESIDE + 8, T + 16, 8)]]
 
 
@@ -135,8 +137,8 @@ def test_strided_weights_are_reached_in_two_steps_and_back():
     stream = np.arange(100, 148, dtype=np.float32)
     held = weights(a=a.ctypes.data, t=t.ctypes.data, strides=TWO_ROWS_APART, keep=(a, t))
     sources = [
-        source(3, boxes(0, 8), lands_in_stream=True),
-        source(5, boxes(1, 2), lands_in_stream=True, stream=128),
+        source(3, boxes((0, 8, 4)), lands_in_stream=True),
+        source(5, boxes((1, 2, 4)), lands_in_stream=True, stream=128),
     ]
     landing = Landing(sources, held, landing=memory(stream.ctypes.data, stream.nbytes, stream))
     assert len(landing.steps) == 2
@@ -158,7 +160,7 @@ def test_strided_weights_are_reached_in_two_steps_and_back():
 )
 def test_packed_chunks_pass_a_window(num_slots, slots, awaited, num_awaited):
     """One slot after the other, then the first again: a Chunk waits until its predecessor there is drained."""
-    packed = source(3, boxes(0, 8), shortest=ALL_RUNS_ARE, num_slots=num_slots, stream=1024)
+    packed = source(3, boxes((0, 8, 4)), shortest=ALL_RUNS_ARE, num_slots=num_slots, stream=1024)
     landing = Landing([packed], weights(), window=memory())
     (link,) = landing.arriving
     first, second = (BESIDE + 1024 + slot for slot in slots)
@@ -170,12 +172,16 @@ def test_packed_chunks_pass_a_window(num_slots, slots, awaited, num_awaited):
     assert landing.steps == ()
 
 
-def test_what_needs_no_window_goes_straight_beside_what_does():
-    straight = source(5, boxes(1, 2), shortest=32, num_slots=1)
-    packed = source(3, boxes(1, 2, columns=2), shortest=32, num_slots=1, stream=256)
-    links = Landing([straight, packed], weights(), window=memory()).arriving
-    assert chunks(links[0]) == [(32, [(T, T, 32)], False)]
-    assert chunks(links[1]) == [(64, [(BESIDE + 256, T, 8), (BESIDE + 264, T + 16, 8)], True)]
+def test_what_needs_no_window_goes_first_and_straight():
+    """Rows of `a` are written one by one; runs of 8 bytes are too short for that."""
+    mixed = source(3, boxes((1, 2, 2), (0, 3, 4)), shortest=32, num_slots=1, stream=256)
+    (link,) = Landing([mixed], weights(), window=memory()).arriving
+    assert chunks(link) == [
+        (48, [(A, A, 48)], False),
+        (64, [(BESIDE + 256, T, 8), (BESIDE + 264, T + 16, 8)], True),
+    ]
+    assert (link.total, link.has_window, link.is_ordered) == (112, True, True)
+    assert [link.frees_room(number) for number in range(2)] == [False, False], "only what lies in the window does"
 
 
 @pytest.mark.parametrize(
@@ -193,7 +199,7 @@ def test_the_order_of_packed_chunks_is_known_only_in_a_window(facts, sizes, is_o
     """Others may be written in any order. Written as one, a packed Chunk travels with its gaps."""
     window = memory() if "num_slots" in facts else None
     beside = memory() if "lands_in_stream" in facts else None
-    (link,) = Landing([source(5, boxes(1, 2), **facts)], weights(), landing=beside, window=window).arriving
+    (link,) = Landing([source(5, boxes((1, 2, 4)), **facts)], weights(), landing=beside, window=window).arriving
     assert link.is_ordered is is_ordered
     assert [chunk.num_bytes for chunk in link.chunks] == sizes
 
@@ -208,14 +214,14 @@ PATCHES = {"patches": 192, "patch_bytes": 640, "is_kept": True}
 
 
 def test_patches_of_weights_in_place_change_them():
-    landing = Landing([source(3, boxes(0, 8), **PATCHES)], weights(), patches=memory(1 << 24))
+    landing = Landing([source(3, boxes((0, 8, 4)), **PATCHES)], weights(), patches=memory(1 << 24))
     (link,) = landing.patched
     assert (link.trainer, link.transport, link.address, link.num_bytes) == (3, "way 3", (1 << 24) + 192, 640)
     assert rows_of(link) == [[(0, A, 64)], [(0, A + 64, 64)]]
 
 
 def test_patches_of_a_staged_version_change_what_is_staged():
-    sources = [source(3, boxes(0, 8), lands_in_stream=True, stream=512, **PATCHES)]
+    sources = [source(3, boxes((0, 8, 4)), lands_in_stream=True, stream=512, **PATCHES)]
     landing = Landing(sources, weights(), landing=memory(), patches=memory(1 << 24))
     assert rows_of(landing.patched[0]) == [[(0, BESIDE + 512, 64)], [(0, BESIDE + 576, 64)]]
     assert [chunk.layout.num_bytes for chunk in landing.patched[0].chunks] == [64, 64]
@@ -223,7 +229,7 @@ def test_patches_of_a_staged_version_change_what_is_staged():
 
 def test_gaps_of_an_image_are_kept_away_from_the_weights():
     """Three of four columns are 24 bytes in a section of 32: the rest of it goes to memory that is never read."""
-    landing = Landing([source(5, boxes(1, 2, columns=3), **PATCHES)], weights(), patches=memory(1 << 24))
+    landing = Landing([source(5, boxes((1, 2, 3)), **PATCHES)], weights(), patches=memory(1 << 24))
     ((first, second, gap),) = rows_of(landing.patched[0])
     assert (first, second) == ((0, T, 12), (12, T + 16, 12))
     assert (gap[0], gap[2]) == (24, 8)
@@ -257,8 +263,11 @@ def test_links_that_are_alike_are_compiled_once(monkeypatch):
             compiled.append(self)
 
     monkeypatch.setattr(module, "LinkStream", Counted)
-    alike = [source(t, boxes(1, 2), lands_in_stream=True, stream=512 * t) for t in range(3)]
-    other = [source(3, boxes(0, 8), lands_in_stream=True), source(4, boxes(1, 2), is_kept=True, lands_in_stream=True)]
+    alike = [source(t, boxes((1, 2, 4)), lands_in_stream=True, stream=512 * t) for t in range(3)]
+    other = [
+        source(3, boxes((0, 8, 4)), lands_in_stream=True),
+        source(4, boxes((1, 2, 4)), is_kept=True, lands_in_stream=True),
+    ]
     landing = Landing([*alike, *other], weights(), landing=memory())
     assert len(compiled) == 3
     assert [ways(link.planes)[0][0] - BESIDE for link in landing.arriving[:3]] == [0, 512, 1024]
@@ -271,7 +280,7 @@ def test_a_rank_that_receives_nothing_has_nothing_to_do():
 
 def test_tables_that_make_no_sense_are_refused():
     with pytest.raises(ProtocolError, match="table of a plan is inconsistent"):
-        Landing([source(3, boxes(0, 0))], weights())
+        Landing([source(3, boxes((0, 0, 4)))], weights())
     with pytest.raises(ProtocolError, match="damaged"):
         Landing([source(3, b"garbage")], weights())
 
