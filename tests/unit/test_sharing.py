@@ -9,16 +9,25 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.unit.test_plan import small_plan
 from weft.codec.grids import SCALINGS
 from weft.core.geometry.scaling import Scaling, block_sides_of
-from weft.core.layout import Layout, Shard, Tensor
+from weft.core.layout import Layout, RankGroups, Shard, Tensor
 from weft.core.plans.plan import Plan
 from weft.core.streams.exchange import ScaleGroups
-from weft.runtime.compile.sharing import COLLECTED_ELSEWHERE, COLLECTED_HERE, Neighbours
+from weft.runtime.compile.sharing import (
+    COLLECTED_ELSEWHERE,
+    COLLECTED_HERE,
+    DIRECT,
+    NO_HUB,
+    Neighbours,
+    _directed,
+    _trainer_pairs,
+)
 from weft.runtime.send.magnitudes import CutBlocks, Sharing
 
 
@@ -186,6 +195,66 @@ def test_those_that_hold_whole_blocks_talk_to_nobody():
         plan = plan_with("ddp4", scaling)
         assert not Neighbours.of(plan, ScaleGroups.of(plan)).pairs
     assert not fsdp(4, Scaling.CHANNEL).neighbours.pairs
+
+
+def groups_of(*groups: list[int]) -> RankGroups:
+    starts = np.cumsum([0, *map(len, groups)])
+    return RankGroups(members=np.concatenate(groups).astype(np.int32), starts=starts.astype(np.int64))
+
+
+@pytest.mark.parametrize(
+    ("trainer", "servers", "clients"), [(0, [], [1, 3]), (1, [0, 3], []), (2, [], []), (3, [0], [1])]
+)
+def test_whom_a_trainer_connects_to(trainer, servers, clients):
+    found = Neighbours(pairs=frozenset({(1, 3), (3, 0), (1, 0)}), hub=np.zeros(0, dtype=np.int64))
+    assert (found.servers_of(trainer), found.clients_of(trainer)) == (servers, clients)
+
+
+@pytest.mark.parametrize(
+    ("trainer", "roles"),
+    [
+        (0, [DIRECT, COLLECTED_HERE, COLLECTED_ELSEWHERE]),
+        (1, [DIRECT, COLLECTED_HERE, COLLECTED_HERE]),
+        (2, [DIRECT, COLLECTED_ELSEWHERE, COLLECTED_HERE]),
+        (3, [DIRECT, COLLECTED_ELSEWHERE, COLLECTED_ELSEWHERE]),
+    ],
+)
+def test_who_collects_the_magnitudes_of_a_matrix(trainer, roles):
+    """Every trainer of the hub's group holds the same bits, and collects them."""
+    ranks = groups_of([0, 1], [1, 2], [3])
+    found = Neighbours(pairs=frozenset(), hub=np.array([0, NO_HUB, 1]))
+    assert found.roles(ranks, trainer, np.array([1, 0, 2])).tolist() == roles
+
+
+@pytest.mark.parametrize(
+    ("groups", "touching", "pairs"),
+    [
+        ([[0], [1], [2]], [(0, 1)], {(0, 1)}),
+        ([[0], [1], [2]], [(0, 1), (1, 2)], {(0, 1), (1, 2)}),
+        ([[0, 1], [2, 3]], [(0, 1)], {(0, 2), (1, 3)}),
+        ([[0, 1, 2], [3]], [(0, 1)], {(0, 3), (1, 3), (2, 3)}),
+        ([[0, 1, 2], [3, 4]], [(0, 1)], {(0, 3), (1, 4), (2, 3)}),
+        ([[0, 1], [1, 2]], [(0, 1)], {(0, 1), (1, 2)}),  # trainer 1 has both parts
+        ([[0, 1]], [(0, 0)], set()),
+    ],
+)
+def test_every_holder_talks_to_one_holder_of_the_other_part(groups, touching, pairs):
+    assert _trainer_pairs(touching, groups_of(*groups)) == pairs
+
+
+@pytest.mark.parametrize(
+    ("pairs", "directed"),
+    [
+        (set(), set()),
+        ({(0, 1)}, {(1, 0)}),
+        ({(0, 1), (1, 2)}, {(0, 1), (2, 1)}),
+        ({(0, 3), (1, 3), (2, 3)}, {(0, 3), (1, 3), (2, 3)}),
+        ({(0, 1), (0, 2), (0, 3), (2, 3)}, {(1, 0), (2, 0), (3, 0), (3, 2)}),
+    ],
+)
+def test_those_with_few_neighbours_connect_to_those_with_many(pairs, directed):
+    """Of two with as many, the one with the higher rank connects."""
+    assert set(_directed(pairs)) == directed
 
 
 def plan_with(trainer: str, scaling: Scaling) -> Plan:
