@@ -80,6 +80,12 @@ class Reserve:
         self._events.append("take")
         return allocate(num_bytes)
 
+    def hold(self) -> None:
+        self._events.append("hold")
+
+    def let_go(self) -> None:
+        self._events.append("let go")
+
     @contextlib.contextmanager
     def aside(self) -> Iterator[None]:
         self._events.append("aside")
@@ -139,6 +145,7 @@ def test_host_memory_is_pinned_and_not_taken_from_what_was_reserved_on_a_gpu(mon
     monkeypatch.setattr(module, "pinned", lambda memory: replace(memory, keep="pinned"))
     memory, transports = reachable(weights(device="cuda:0"), has_reserve=True)
     memory.pass_host(True)
+    assert "let go" in transports.events
     transports.events.clear()
     GROW[name](memory, 64)
     assert transports.events == ["allocate 64"]
