@@ -73,6 +73,8 @@ class Transports:
 class Reserve:
     """Stands in for a reservation."""
 
+    num_bytes = 4096
+
     def __init__(self, events: list[str]) -> None:
         self._events = events
 
