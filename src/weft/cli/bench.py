@@ -140,9 +140,10 @@ def scaling_command(
     )
     with progress() as say:
         report = load_bench("scaling.measure").measure(case, repeat=repeat, baselines=baselines, say=tell(say))
+    drawing, rows = load_bench("scaling.plot"), report.to_json()["rows"]
     if plot is not None:
-        plot.write_text(load_bench("scaling.plot").scaling_svg(report.to_json()["rows"]))
-    save_report(report_file, "weft bench scaling", report.to_json())
+        plot.write_text(drawing.scaling_svg(rows))
+    save_report(report_file, "weft bench scaling", report.to_json(), charts=drawing.scaling_charts(rows))
     if as_json:
         print_json(report.to_json())
     else:
