@@ -13,6 +13,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from weft.cli.case_options import Json
+from weft.cli.ending import clean_up_when_told_to_end
 from weft.cli.output import err, out, print_json, progress
 from weft.cli.report import ReportFile, save_report
 from weft.config import ReceiverMode
@@ -129,6 +130,7 @@ def scaling_command(
     if plot is not None and plot.suffix != ".svg":
         raise ConfigError(f"`{plot}` is not an .svg file", hint="plots are written as .svg")
     check_possible()
+    clean_up_when_told_to_end()
     logging.disable(logging.WARNING)  # members that leave are expected here
     case = load_bench("scaling.rows").ScalingCase(
         model=model,

@@ -11,6 +11,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from weft.cli.case_options import Json
+from weft.cli.ending import clean_up_when_told_to_end
 from weft.cli.output import err, out, print_json
 from weft.errors import ConfigError
 from weft.lab import Lab, LabSpec, alike, load_lab, records
@@ -34,6 +35,7 @@ def run_command(
 ) -> None:
     """Run a command on every host of a virtual cluster; RANK, WORLD_SIZE and MASTER_ADDR tell it where it is."""
     spec = _spec(hosts, nic, nics, file)
+    clean_up_when_told_to_end()
     with Lab(spec, name) as lab:
         err.print(f"lab {lab.name}: {len(spec.hosts)} hosts, {lab.address(0)} to {lab.address(len(spec.hosts) - 1)}")
         run_everywhere(lab, command, say=lambda host, line: out.print(f"[dim]host {host} |[/] {escape(line)}"))
