@@ -16,7 +16,7 @@ from weft.lab.commands import call, namespaces
 from weft.transport.registry import is_installed
 
 pytestmark = pytest.mark.lab
-NAME = "endtest"
+NAME = f"end{os.getpid()}"
 WAIT_S = 60.0
 FORKS = "while :; do sleep 600 & sleep 0.05; done"
 COMMANDS = {

@@ -18,7 +18,7 @@ from weft.lab import Lab, alike, records
 from weft.lab.commands import call, namespaces
 
 pytestmark = pytest.mark.lab
-NAME = "commandtest"
+NAME = f"run{os.getpid()}"
 WAIT_S = 60.0
 
 
