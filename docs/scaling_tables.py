@@ -9,12 +9,14 @@ Table = tuple[tuple[str, ...], Rows]
 
 
 def sweep(found: dict[str, Any]) -> Table:
-    """Every method with every number of senders."""
+    """Every method with every number of senders and receivers."""
     header = (
         "method",
         "senders",
+        "receivers",
         "took",
         "predicted",
+        "bound",
         "rate",
         "of plain sockets",
         "planned",
@@ -23,16 +25,22 @@ def sweep(found: dict[str, Any]) -> Table:
         "checked",
     )
     rows = found["sweep"]["rows"]
-    sockets = {row["num_senders"]: row["gb_per_s"] for row in rows if row["method"] == "plain sockets"}
-    return header, [_sweep_row(row, sockets.get(row["num_senders"])) for row in rows]
+    sockets = {_hosts(row): row["gb_per_s"] for row in rows if row["method"] == "plain sockets"}
+    return header, [_sweep_row(row, sockets.get(_hosts(row))) for row in rows]
+
+
+def _hosts(row: dict[str, Any]) -> tuple[int, int]:
+    return row["num_senders"], row["num_receivers"]
 
 
 def _sweep_row(row: dict[str, Any], sockets: float | None) -> tuple[str, ...]:
     return (
         row["method"],
         str(row["num_senders"]),
+        str(row["num_receivers"]),
         f"{row['seconds']:.2f} s",
-        "" if row["predicted_s"] is None else f"{row['predicted_s']:.2f} s",
+        _seconds(row.get("predicted_s")),
+        _seconds(row.get("bound_s")),
         f"{row['gb_per_s'] * 1e3:.1f} MB/s",
         f"{row['gb_per_s'] / sockets:.2f}" if sockets is not None and "changed" not in row["method"] else "",
         f"{row['planned_bytes'] / 1e6:.1f} MB" if row["planned_bytes"] else "",
@@ -40,6 +48,10 @@ def _sweep_row(row: dict[str, Any], sockets: float | None) -> tuple[str, ...]:
         f"{row['cpu_share']:.0%}",
         {None: "", True: "yes", False: "NO"}[row["verified"]],
     )
+
+
+def _seconds(value: float | None) -> str:
+    return "" if value is None else f"{value:.2f} s"
 
 
 def nics(found: dict[str, Any]) -> Table:
@@ -66,8 +78,10 @@ def cut_host(found: dict[str, Any]) -> str:
 
 
 def summary(found: dict[str, Any]) -> str:
-    """How rates grow, in a sentence."""
-    rate = {(row["method"], row["num_senders"]): row["gb_per_s"] for row in found["sweep"]["rows"]}
+    """How rates to the most receivers grow, in a sentence."""
+    receivers = max(row["num_receivers"] for row in found["sweep"]["rows"])
+    rows = [row for row in found["sweep"]["rows"] if row["num_receivers"] == receivers]
+    rate = {(row["method"], row["num_senders"]): row["gb_per_s"] for row in rows}
     senders = sorted(count for method, count in rate if method == "weft")
     most, gloo = senders[-1], "broadcast from rank 0 (Gloo)"
     grown = rate["weft", most] / rate["weft", senders[0]]

@@ -190,6 +190,35 @@ def test_two_results_are_compared_row_by_row(tmp_path):
     assert tables[0].rows == [["a", 2.0, 1.0, 0.5]]
 
 
+def scaling_rows() -> list[dict[str, Any]]:
+    """Rows as `weft bench scaling` prints them; the last two are about the same."""
+    methods = "weft", "weft, 1% changed, NICs at 1%"
+    cases = [(*case, method) for case in ((1, 8, 1), (8, 8, 1), (8, 4, 1), (8, 4, 2)) for method in methods]
+    cases.append(cases[-1])
+    return [
+        {
+            "method": method,
+            "num_senders": senders,
+            "num_receivers": receivers,
+            "num_nics": nics,
+            "seconds": number + 1.0,
+        }
+        for number, (senders, receivers, nics, method) in enumerate(cases)
+    ]
+
+
+@pytest.mark.parametrize("result", [{"rows": scaling_rows()}, {"sweep": {"model": "small", "rows": scaling_rows()}}])
+def test_a_result_is_the_same_as_itself_in_every_row(tmp_path, result):
+    path = tmp_path / "scaling.json"
+    path.write_text(json.dumps(result))
+    page = comparison(path, path)
+    (table,) = [part for part in page.parts if isinstance(part, Table)]
+    assert [row[1] for row in table.rows] == [row["seconds"] for row in scaling_rows()]
+    assert {row[3] for row in table.rows} == {1.0}
+    assert table.rows[0][0] == "weft · 1 sender · 8 receivers · 1 NIC"
+    assert len({row[0] for row in table.rows}) == len(table.rows) - 1
+
+
 def test_two_runs_are_compared(tmp_path):
     for name, seconds in (("a", 1.0), ("b", 3.0)):
         lines = (*FLEET, *(ended(version, seconds) for version in range(1, 4)))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -73,10 +73,30 @@ def receive_broadcast(
     module: torch.nn.Module, parts: Mapping[str, tuple[Part, tuple[int, ...]]], groups: Groups
 ) -> None:
     """Receive every full tensor and keep this rank's part."""
+    _receive(module, parts, lambda full: dist.broadcast(full, src=0, group=groups.receivers))
+
+
+def send_to_each(full: Mapping[str, torch.Tensor], groups: Groups) -> None:
+    """Send every tensor from trainer 0, which has it, to one engine rank after the other."""
+    for tensor in full.values():
+        for receiver in range(groups.num_trainers, dist.get_world_size()):
+            dist.send(tensor.contiguous().view(torch.uint8), dst=receiver)
+
+
+def receive_whole(module: torch.nn.Module, parts: Mapping[str, tuple[Part, tuple[int, ...]]]) -> None:
+    """Receive every full tensor from trainer 0 and keep this rank's part."""
+    _receive(module, parts, lambda full: dist.recv(full, src=0))
+
+
+def _receive(
+    module: torch.nn.Module,
+    parts: Mapping[str, tuple[Part, tuple[int, ...]]],
+    take: Callable[[torch.Tensor], object],
+) -> None:
     for name, parameter in module.named_parameters():
         part, extent = parts[name]
         full = torch.empty(part.shape, dtype=parameter.dtype)
-        dist.broadcast(full.view(torch.uint8), src=0, group=groups.receivers)
+        take(full.view(torch.uint8))
         parameter.copy_(full[_box(part, extent)])
 
 

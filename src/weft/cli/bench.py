@@ -13,6 +13,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from weft.cli.case_options import Json
+from weft.cli.ending import clean_up_when_told_to_end
 from weft.cli.output import err, out, print_json, progress
 from weft.cli.report import ReportFile, save_report
 from weft.config import ReceiverMode
@@ -114,12 +115,14 @@ def scaling_command(
     senders: Annotated[
         list[int] | None, typer.Option(min=1, max=32, help="Sending hosts. Default: 1, 2, 4, 8.")
     ] = None,
-    receivers: Annotated[int, typer.Option(min=1, max=31, help="Receiving hosts: the ranks of one engine.")] = 8,
+    receivers: Annotated[
+        list[int] | None, typer.Option(min=1, max=31, help="Receiving hosts: the ranks of one engine. Default: 8.")
+    ] = None,
     nic: Annotated[str, typer.Option(help="Rate of every NIC.")] = "100mbit",
     nics: Annotated[int, typer.Option(min=1, max=4, help="NICs per host.")] = 1,
     model: Annotated[str, typer.Option(help="Model whose tensor shapes are moved.")] = "small",
     repeat: Annotated[int, typer.Option(min=1, max=1000, help="Versions per method; medians are shown.")] = 3,
-    baselines: Annotated[bool, typer.Option(help="Also measure the baselines: broadcast, gather.")] = True,
+    baselines: Annotated[bool, typer.Option(help="Also measure the baselines, from rank 0.")] = True,
     slow_host: Annotated[bool, typer.Option(help="Also measure with one sender at a tenth of its rate.")] = True,
     plot: Annotated[Path | None, typer.Option(help="Draw rates over senders, as an .svg file.")] = None,
     report_file: ReportFile = None,
@@ -129,20 +132,22 @@ def scaling_command(
     if plot is not None and plot.suffix != ".svg":
         raise ConfigError(f"`{plot}` is not an .svg file", hint="plots are written as .svg")
     check_possible()
+    clean_up_when_told_to_end()
     logging.disable(logging.WARNING)  # members that leave are expected here
     case = load_bench("scaling.rows").ScalingCase(
         model=model,
         num_senders=tuple(senders or (1, 2, 4, 8)),
-        num_receivers=receivers,
+        num_receivers=tuple(receivers or (8,)),
         nic=nic,
         num_nics=nics,
         slow_host=slow_host,
     )
     with progress() as say:
         report = load_bench("scaling.measure").measure(case, repeat=repeat, baselines=baselines, say=tell(say))
+    drawing, rows = load_bench("scaling.plot"), report.to_json()["rows"]
     if plot is not None:
-        plot.write_text(load_bench("scaling.plot").scaling_svg(report.to_json()["rows"]))
-    save_report(report_file, "weft bench scaling", report.to_json())
+        plot.write_text(drawing.scaling_svg(rows))
+    save_report(report_file, "weft bench scaling", report.to_json(), charts=drawing.scaling_charts(rows))
     if as_json:
         print_json(report.to_json())
     else:
@@ -158,8 +163,10 @@ def _show_scaling(report: ScalingReport) -> None:
     for name in (
         "method",
         "senders",
+        "receivers",
         "s",
         "predicted s",
+        "bound s",
         "MB/s",
         "of NICs",
         "planned MB",
@@ -172,8 +179,10 @@ def _show_scaling(report: ScalingReport) -> None:
         table.add_row(
             row.method,
             str(row.num_senders),
+            str(row.num_receivers),
             f"{row.seconds:.2f}",
             "" if row.predicted_s is None else f"{row.predicted_s:.2f}",
+            "" if row.bound_s is None else f"{row.bound_s:.2f}",
             f"{row.gb_per_s * 1e3:.1f}",
             f"{row.fraction_of_nics:.2f}",
             f"{row.planned_bytes / 1e6:.1f}",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
@@ -11,6 +12,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from weft.cli.case_options import Json
+from weft.cli.ending import clean_up_when_told_to_end
 from weft.cli.output import err, out, print_json
 from weft.errors import ConfigError
 from weft.lab import Lab, LabSpec, alike, load_lab, records
@@ -20,6 +22,8 @@ from weft.lab.running import run_everywhere
 
 lab_app = typer.Typer(no_args_is_help=True, help="A virtual cluster on this machine, with rate-limited NICs.")
 Name = Annotated[str | None, typer.Option(help="Name of the lab. Default: the only one.")]
+LOOK_S = 1.0
+"""How often watched counters are read."""
 Host = Annotated[int, typer.Argument(help="Number of the host.")]
 
 
@@ -34,6 +38,7 @@ def run_command(
 ) -> None:
     """Run a command on every host of a virtual cluster; RANK, WORLD_SIZE and MASTER_ADDR tell it where it is."""
     spec = _spec(hosts, nic, nics, file)
+    clean_up_when_told_to_end()
     with Lab(spec, name) as lab:
         err.print(f"lab {lab.name}: {len(spec.hosts)} hosts, {lab.address(0)} to {lab.address(len(spec.hosts) - 1)}")
         run_everywhere(lab, command, say=lambda host, line: out.print(f"[dim]host {host} |[/] {escape(line)}"))
@@ -87,21 +92,29 @@ def heal_command(host: Host, name: Name = None) -> None:
 @lab_app.command("traffic")
 def traffic_command(
     name: Name = None,
-    watch: Annotated[bool, typer.Option(help="Print the rates of every second until interrupted.")] = False,
+    watch: Annotated[
+        bool, typer.Option(help="Print the rates of every second until interrupted; with --json, the bytes so far.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Show the bytes every NIC has sent and received, as the switches count them."""
-    lab = Lab.running(name)
-    found = lab.traffic()
+    lab, last = Lab.running(name), None
+    for at, found in _looks(lab, watch=watch):
+        if as_json:
+            print_json({"nics": [_as_json(each) for each in found]})
+        elif not watch:
+            _show(None, found, None, lab)
+        elif last is not None:
+            _show(last[1], found, at - last[0], lab)
+        last = at, found
+
+
+def _looks(lab: Lab, *, watch: bool) -> Iterator[tuple[float, list[NicTraffic]]]:
+    """The counters now and, if they are watched, every second; each with its moment."""
+    yield time.monotonic(), lab.traffic()
     while watch:
-        before, began = found, time.monotonic()
-        time.sleep(1.0)
-        found = lab.traffic()
-        _show(before, found, time.monotonic() - began, lab)
-    if as_json:
-        print_json({"nics": [_as_json(each) for each in found]})
-    else:
-        _show(None, found, None, lab)
+        time.sleep(LOOK_S)
+        yield time.monotonic(), lab.traffic()
 
 
 def _as_json(each: NicTraffic) -> dict[str, int]:

@@ -6,9 +6,14 @@ same rate. A rack has a switch of its own on every rail, with an uplink to the r
 
 from __future__ import annotations
 
+import contextlib
+import os
+import signal
+import time
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from weft.errors import WeftError
 from weft.lab.commands import batch, call, links, namespaces
 from weft.lab.spec import LabSpec
 
@@ -22,6 +27,9 @@ _QUEUE_S, _MIN_QUEUE_BYTES = 0.05, 128 << 10
 _CONGESTION = "reno"
 """How TCP shares a card in labs: every kernel has it. BBR, the default of some machines, paces itself and leaves a card
 idle at times, and more so when many connections begin at once."""
+
+END_S, LOOK_S = 10.0, 0.01
+"""How long processes that are killed may take to end, and how often that is looked at."""
 
 
 class Counters(NamedTuple):
@@ -162,6 +170,24 @@ def remove(name: str) -> None:
     """Remove the namespaces of a lab, and whatever runs in them."""
     for namespace in namespaces():
         if namespace.startswith(_prefix(name)):
-            for process in call("ip", "netns", "pids", namespace).split():
-                call("kill", "-KILL", process)
-            call("ip", "netns", "del", namespace)
+            try:
+                _end_processes(namespace)
+                call("ip", "netns", "del", namespace)
+            except WeftError:
+                if namespace in namespaces():  # otherwise another lab that began has removed it, too
+                    raise
+
+
+def _end_processes(namespace: str) -> None:
+    """Kill what runs in a namespace, and what it starts meanwhile."""
+    deadline = time.monotonic() + END_S
+    while processes := call("ip", "netns", "pids", namespace).split():
+        for process in processes:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(int(process), signal.SIGKILL)
+        if time.monotonic() > deadline:
+            raise WeftError(
+                f"processes in `{namespace}` have not ended in {END_S:.0f} s: {', '.join(processes)}",
+                hint="run `weft lab clean` when they have",
+            )
+        time.sleep(LOOK_S)

@@ -29,8 +29,9 @@ def run_everywhere(lab: Lab, command: Sequence[str], *, say: Callable[[int, str]
         _wait(processes)
     finally:
         _end(processes)
-        for reader in readers:
-            reader.join(END_S)
+        deadline = time.monotonic() + END_S
+        for reader in readers:  # what a process has started may still hold its pipe
+            reader.join(max(deadline - time.monotonic(), 0.0))
 
 
 def _read(host: int, process: subprocess.Popen[bytes], say: Callable[[int, str], None]) -> None:

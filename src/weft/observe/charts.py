@@ -8,7 +8,7 @@ from html import escape
 
 WIDTH, HEIGHT = 640, 220
 LEFT, RIGHT, TOP, BOTTOM = 52, 12, 12, 30
-COLOURS = ("#0b7285", "#e8590c", "#5f3dc4", "#2b8a3e", "#c2255c")
+COLOURS = ("#0b7285", "#e8590c", "#5f3dc4", "#2b8a3e", "#c2255c", "#1864ab")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import statistics
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,8 @@ MAX_TIMELINE_MEMBERS = 45
 MAX_PREDICTED_MEMBERS = 10
 MEASURES = ("seconds", "gb_per_s", "measured_ms", "predicted_ms", "published", "predicted", "paced_s", "predicted_s")
 """Fields of results that are drawn, in this order."""
+COUNTS = {"num_senders": "sender", "num_receivers": "receiver", "num_nics": "NIC"}
+"""Fields of results that say, as texts do, what a row is about."""
 Facts = Mapping[str, Any]
 
 
@@ -70,14 +73,16 @@ def result_page(title: str, result: Any, *, extra: Sequence[Chart] = ()) -> Page
     return Page(title=title, lead=lead, cards=cards, parts=parts)
 
 
-def _tables(facts: Facts) -> dict[str, list[Facts]]:
-    """Lists of rows, by name. A dictionary of numbers is one too."""
+def _tables(facts: Facts, *, inside: str = "") -> dict[str, list[Facts]]:
+    """Lists of rows, by name, also those `inside` parts of a result. A dictionary of numbers is one too."""
     found: dict[str, list[Facts]] = {}
     for name, value in facts.items():
         if isinstance(value, list) and value and all(isinstance(row, dict) for row in value):
-            found[name] = value
+            found[f"{inside}{name}"] = value
         elif isinstance(value, dict) and value and all(isinstance(one, int | float) for one in value.values()):
-            found[name] = [{name: key, "value": one} for key, one in value.items()]
+            found[f"{inside}{name}"] = [{name: key, "value": one} for key, one in value.items()]
+        elif isinstance(value, dict):
+            found |= _tables(value, inside=f"{inside}{name}: ")
     return found
 
 
@@ -113,8 +118,21 @@ def _table(name: str, rows: Sequence[Facts]) -> Table:
 
 
 def _label(row: Facts) -> str:
-    """What a row is about: its texts."""
-    return " · ".join(str(value) for value in row.values() if isinstance(value, str) and len(value) < 60) or "–"
+    """What a row is about: its texts, and how many send and receive."""
+    texts = [value for value in row.values() if isinstance(value, str) and len(value) < 60]
+    counts = [f"{row[key]} {word}{'s' * (row[key] != 1)}" for key, word in COUNTS.items() if _is_number(row.get(key))]
+    return " · ".join(texts + counts) or "–"
+
+
+def _by_label(rows: Sequence[Facts]) -> dict[tuple[str, int], Facts]:
+    """Rows by what they are about; of several about the same, the first, the second and so on."""
+    seen: Counter[str] = Counter()
+    found = {}
+    for row in rows:
+        label = _label(row)
+        seen[label] += 1
+        found[label, seen[label]] = row
+    return found
 
 
 def _words(name: str) -> str:
@@ -144,13 +162,13 @@ def _text(value: Any) -> str:
 
 
 def _compared_results(first: tuple[Path, Any], second: tuple[Path, Any]) -> Page:
-    """Rows that both results have, by their texts."""
+    """Rows that both results have, by what they are about."""
     names = _two_names(first[0], second[0])
     tables = [_tables(result if isinstance(result, dict) else {"rows": result}) for _, result in (first, second)]
     parts: list[Chart | Table] = []
     for name in [name for name in tables[0] if name in tables[1]]:
-        known = {_label(row): row for row in tables[1][name]}
-        pairs = [(row, known[_label(row)]) for row in tables[0][name] if _label(row) in known]
+        old_rows, new_rows = (_by_label(found[name]) for found in tables)
+        pairs = [(row, new_rows[about]) for about, row in old_rows.items() if about in new_rows]
         for measure in (*MEASURES, "value"):
             both = [(old, new) for old, new in pairs if _is_number(old.get(measure)) and _is_number(new.get(measure))]
             if both:

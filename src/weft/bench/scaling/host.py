@@ -5,15 +5,18 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import time
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
 import msgspec
+import torch.distributed as dist
 
+from weft.bench import baselines
 from weft.bench.fleet import answer_requests
 from weft.bench.scaling.sockets import Sink, Streams
-from weft.bench.worker import BenchEngine, BenchTrainer, Setup
+from weft.bench.worker import BenchEngine, BenchTrainer, Setup, sleep_until
 from weft.config import TransferSettings
 from weft.runtime.control.security import Security
 from weft.runtime.controller.controller import Controller
@@ -23,6 +26,16 @@ class ScalingTrainer(BenchTrainer):
     """A trainer on a host of its own."""
 
     _streams: Streams | None = None
+
+    def send_to_each(self, start: float) -> tuple[float, float]:
+        """Rank 0's weights, which are already there, to one engine rank after the other."""
+        full = baselines.full_tensors(self.module, self.groups)
+        dist.barrier()
+        sleep_until(start)
+        began = time.monotonic()
+        baselines.send_to_each(full, self.groups)
+        dist.barrier()
+        return began, time.monotonic()
 
     def connect(self, sinks: Sequence[tuple[str, int]]) -> None:
         """Open plain sockets to these sinks."""
@@ -42,18 +55,23 @@ class ScalingTrainer(BenchTrainer):
 class ScalingEngine(BenchEngine):
     """An engine rank on a host of its own."""
 
-    _sink: Sink | None = None
+    _sinks: Sequence[Sink] = ()
 
-    def listen(self) -> tuple[str, int]:
-        """Take bytes from plain sockets; returns where."""
-        address = os.environ["WEFT_LAB_ADDRESS"]
-        self._sink = Sink(address)
-        return address, self._sink.port
+    def receive_whole(self) -> None:
+        """Take rank 0's weights from rank 0."""
+        dist.barrier()
+        baselines.receive_whole(self.module, self.parts)
+        dist.barrier()
+
+    def listen(self, addresses: Sequence[str]) -> list[tuple[str, int]]:
+        """Take bytes from plain sockets, one for each NIC; returns where."""
+        self._sinks = [Sink(address) for address in addresses]
+        return [(address, sink.port) for address, sink in zip(addresses, self._sinks, strict=True)]
 
     def stop_listening(self) -> None:
         """Take no more."""
-        assert self._sink is not None
-        self._sink.close()
+        for sink in self._sinks:
+            sink.close()
 
 
 class ScalingController:

@@ -43,3 +43,9 @@ class LabFleet(Fleet):
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
+
+    def __exit__(self, error: type[BaseException] | None, *rest: Any) -> None:
+        """Processes that are in the middle of a version would keep a run that failed, or was told to end, waiting."""
+        if error is not None:
+            self.kill()
+        super().__exit__(error, *rest)

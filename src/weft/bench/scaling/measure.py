@@ -1,18 +1,21 @@
-"""Versions from 1, 2, 4 … sending hosts to as many receiving ones, beside plain sockets and collectives in one lab.
+"""Versions from 1, 2, 4 … sending hosts to some receiving ones, beside plain sockets and collectives in one lab.
 
 Trainers hold FSDP2 shards of a model, the engine's ranks its tensor-parallel parts; each is a host of its own, and so
 is the controller. FP8 engines have one rank each. Times are medians; afterwards every element is compared. The limit
 are the NICs: of the senders, or of the receivers where these are fewer. Collectives are bound by the NIC of rank 0, so
-they are measured with the fewest and with the most senders only.
+they are measured with the fewest and with the most senders only. Other engines than tensor-parallel ones are measured
+with the most senders and receivers.
 
-With a slow host, the largest number of senders is measured once more: the last of them carries a tenth, which the
-controller finds out and plans around.
+With a slow host, these are measured once more: the last sender carries a tenth, which the controller finds out and
+plans around.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 from weft.bench import payload
 from weft.bench.scaling.rows import SLOW_SHARE, FleetShape, ScalingCase, ScalingReport, ScalingRow
@@ -22,13 +25,13 @@ from weft.lab import Lab, alike, parse_rate
 
 
 def measure(case: ScalingCase, *, repeat: int, baselines: bool, say: Say) -> ScalingReport:
-    """Run every method with every number of senders."""
-    model = payload.load_payload(case.model)
-    num_hosts = max(case.num_senders) + case.num_receivers + 1
+    """Run every method with every number of senders and receivers."""
+    model, most = payload.load_payload(case.model), max(case.num_receivers)
+    num_hosts = max(case.num_senders) + most + 1
     say(f"making a lab of {num_hosts} hosts")
     with Lab(alike(hosts=num_hosts, nic=case.nic, nics=case.num_nics)) as lab:
         rows = list(_Measurement(case, model, lab, repeat, say).all(baselines=baselines))
-    num_bytes = payload.total_bytes(model, num_engine_ranks=case.num_receivers, num_parts=case.num_receivers)
+    num_bytes = payload.total_bytes(model, num_engine_ranks=most, num_parts=most)
     return ScalingReport(model=case.model, num_bytes=num_bytes, nic=case.nic, rows=tuple(rows))
 
 
@@ -41,51 +44,47 @@ class _Measurement:
     def all(self, *, baselines: bool) -> Iterator[ScalingRow]:
         """Every row."""
         rates = {}
-        for num_senders in self._case.num_senders:
-            with self._running(FleetShape(num_senders=num_senders, num_receivers=self._case.num_receivers)) as run:
-                rate = rates[num_senders] = run.sockets()
+        senders, receivers = self._case.num_senders, self._case.num_receivers
+        for num_receivers, num_senders in itertools.product(receivers, senders):
+            with self._running(FleetShape(num_senders=num_senders, num_receivers=num_receivers)) as run:
+                rate = rates[num_senders, num_receivers] = run.sockets()
                 run.dense(rate)
                 run.patches(rate)
-                if baselines and num_senders in (min(self._case.num_senders), max(self._case.num_senders)):
-                    run.collectives()
+                if baselines and num_senders in (min(senders), max(senders)):
+                    run.collectives(rate)
             yield from run.rows
-        most = max(self._case.num_senders)
-        for engines, method in (("replicas", "weft, BF16 replicas"), ("ep", "weft, expert-parallel ranks of a MoE")):
-            fleet = FleetShape(num_senders=most, num_receivers=self._case.num_receivers, engines=engines)
-            with self._running(fleet) as run:
-                run.dense(rates[most], method=method)
-            yield from run.rows
-        fleet = FleetShape(
-            num_senders=most, num_receivers=self._case.num_receivers, engines="replicas", precision="fp8"
-        )
-        with self._running(fleet) as run:
-            run.dense(rates[most], method="weft, FP8 engines")
-            run.patches(rates[most])
-        yield from run.rows
-        if self._case.slow_host and most > 1:
-            yield from self._with_slow_host(most, rates[most])
+        most = FleetShape(num_senders=max(senders), num_receivers=max(receivers))
+        yield from self._other_engines(most, rates[most.num_senders, most.num_receivers])
+        if self._case.slow_host and most.num_senders > 1:
+            yield from self._with_slow_host(most, rates[most.num_senders, most.num_receivers])
 
-    def _with_slow_host(self, num_senders: int, rate: float) -> Iterator[ScalingRow]:
+    def _other_engines(self, most: FleetShape, rate: float) -> Iterator[ScalingRow]:
+        """Replicas, the expert-parallel ranks of a MoE, and FP8 engines."""
+        for engines, method in (("replicas", "weft, BF16 replicas"), ("ep", "weft, expert-parallel ranks of a MoE")):
+            with self._running(replace(most, engines=engines)) as run:
+                run.dense(rate, method=method)
+            yield from run.rows
+        with self._running(replace(most, engines="replicas", precision="fp8")) as run:
+            run.dense(rate, method="weft, FP8 engines")
+            run.patches(rate)
+        yield from run.rows
+
+    def _with_slow_host(self, most: FleetShape, rate: float) -> Iterator[ScalingRow]:
         """Weights that only the slow host has cannot be sent by others; those that all have can."""
         for layout in ("fsdp", "ddp"):
-            fleet = FleetShape(
-                num_senders=num_senders,
-                num_receivers=self._case.num_receivers,
-                layout=layout,
-                slow_share=SLOW_SHARE,
-            )
-            with self._running(fleet) as run, self._slowed(num_senders):
+            with (
+                self._running(replace(most, layout=layout, slow_share=SLOW_SHARE)) as run,
+                self._slowed(most.num_receivers + most.num_senders),
+            ):
                 run.dense(rate, method=f"weft, {layout.upper()}, one sender at a tenth", rebalance=True)
             yield from run.rows
-        others = FleetShape(num_senders=num_senders - 1, num_receivers=self._case.num_receivers, layout="ddp")
-        with self._running(others) as run:
+        with self._running(replace(most, num_senders=most.num_senders - 1, layout="ddp")) as run:
             run.dense(rate, method="weft, DDP, without the slow sender")
         yield from run.rows
 
     @contextmanager
-    def _slowed(self, num_senders: int) -> Iterator[None]:
-        """The last sender's host carries a tenth, inside this context."""
-        host = self._case.num_receivers + num_senders
+    def _slowed(self, host: int) -> Iterator[None]:
+        """A host carries a tenth, inside this context."""
         self._lab.slow(host, f"{parse_rate(self._case.nic) * SLOW_SHARE / 1e3:.0f}kbit")
         try:
             yield

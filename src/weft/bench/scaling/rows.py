@@ -17,7 +17,7 @@ class ScalingCase:
 
     model: str = payload.SMALL
     num_senders: tuple[int, ...] = (1, 2, 4, 8)
-    num_receivers: int = 8
+    num_receivers: tuple[int, ...] = (8,)
     nic: str = "100mbit"
     num_nics: int = 1
     slow_host: bool = True
@@ -57,7 +57,7 @@ class FleetShape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScalingRow:
-    """One method with so many senders."""
+    """One method with so many senders and receivers."""
 
     method: str
     num_senders: int
@@ -68,9 +68,9 @@ class ScalingRow:
     seconds: float
     gb_per_s: float
     fraction_of_nics: float
-    """Of the raw rate of all NICs that bound it: those of the senders, or of the receivers."""
+    """What `planned_bytes` are of the raw rate of all NICs that bound it: those of the senders, or of the receivers."""
     predicted_s: float | None = None
-    """From the rate of plain sockets with as many senders."""
+    """From the rate of plain sockets with as many senders; None where the simulator does not know the method."""
     bound_s: float | None = None
     """What the planner says no plan can be faster than, at the same rate."""
     verified: bool | None = None
@@ -89,7 +89,7 @@ class ScalingReport:
 
     model: str
     num_bytes: int
-    """Bytes of one version in BF16."""
+    """Bytes of one version in BF16, to the most receivers."""
     nic: str
     rows: tuple[ScalingRow, ...]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -81,14 +82,14 @@ class Run:
         return self._fleet.precision == "fp8"
 
     def sockets(self) -> float:
-        """Plain sockets between the same hosts, over their first NICs; returns the bytes per second of one."""
+        """Plain sockets between the same hosts, over all of their NICs; returns the bytes per second of one NIC."""
         total = self._plan_at(self._nic_bytes_per_s).total_bytes
         with self._plain_sockets():
             self._measure("plain sockets", lambda: self._stream(total), num_bytes=total, is_verified=False)
-        return total / self.rows[-1].seconds / self._fleet.num_bound
+        return total / self.rows[-1].seconds / self._fleet.num_bound / self._case.num_nics
 
     def dense(self, socket_rate: float, *, method: str = "weft", rebalance: bool = False) -> None:
-        """Whole versions. `socket_rate`: what plain sockets reached over one NIC."""
+        """Whole versions. `socket_rate`: what plain sockets reached over one of their NICs."""
         plan = self._plan_at(socket_rate)
         with OpenFleet(self._processes, TransferSettings(transport="nixl", version_s=VERSION_S), rebalance=rebalance):
             if rebalance:
@@ -131,15 +132,32 @@ class Run:
     def _kind(self) -> str:
         return ", FP8 engines" if self._is_fp8 else ""
 
-    def collectives(self) -> None:
-        """Broadcasts from rank 0 over the same NICs; once each, because they take many times as long."""
+    def collectives(self, socket_rate: float) -> None:
+        """All from rank 0 over the same NICs, of which Gloo uses one; once each: they take many times as long.
+
+        The simulator knows rank 0 that sends whole weights to replicas, but no broadcast of Gloo, which is a tree.
+        """
         total = self._plan_at(self._nic_bytes_per_s).total_bytes
+        method, predicted = "rank 0 sends to each in turn (Gloo)", self._predict_each_in_turn(socket_rate)
+        self._measure(method, self._each_in_turn, num_bytes=total, predicted_s=predicted, is_once=True)
         for method, gather in (
             ("broadcast from rank 0 (Gloo)", False),
             ("gather to rank 0, broadcast (Gloo)", True),
         ):
             once: Callable[[], float] = partial(self._broadcast, gather=gather)
             self._measure(method, once, num_bytes=total, is_once=True)
+
+    def _predict_each_in_turn(self, nic_bytes_per_s: float) -> float:
+        rank_0 = HostsCase(
+            trainer="ddp1",
+            num_trainers=1,
+            engine="tp1",
+            num_replicas=self._fleet.num_receivers,
+            dtype="bf16",
+            num_nics=1,
+            nic_bytes_per_s=nic_bytes_per_s,
+        )
+        return predict_plan(plan_hosts(self._model, rank_0))
 
     def _plan_at(self, nic_bytes_per_s: float) -> Plan:
         fleet = self._fleet
@@ -167,7 +185,7 @@ class Run:
         is_verified: bool = True,
         is_once: bool = False,
     ) -> None:
-        self._say(f"{self._fleet.num_senders} senders: {method}")
+        self._say(f"{self._fleet.num_senders} to {self._fleet.num_receivers} hosts: {method}")
         if not is_once:
             once()
         before, busy = self._sent_bytes(), BusyCores()
@@ -175,7 +193,7 @@ class Run:
         cpu_share, sent = busy.share(), (self._sent_bytes() - before) // len(times)
         seconds = statistics.median(times)
         raw = self._fleet.num_bound * self._nic_bytes_per_s * self._case.num_nics
-        is_weft = method.startswith("weft")
+        planned = self._wire_bytes() if method.startswith("weft") else num_bytes
         self.rows.append(
             ScalingRow(
                 method=method,
@@ -185,13 +203,13 @@ class Run:
                 num_nics=self._case.num_nics,
                 seconds=seconds,
                 gb_per_s=num_bytes / seconds / 1e9,
-                fraction_of_nics=num_bytes / seconds / raw,
+                fraction_of_nics=planned / seconds / raw,
                 predicted_s=predicted_s,
                 bound_s=bound_s,
                 verified=self._is_right() if is_verified else None,
                 cpu_share=cpu_share,
                 sent_bytes=sent,
-                planned_bytes=self._wire_bytes() if is_weft else num_bytes,
+                planned_bytes=planned,
             )
         )
 
@@ -209,7 +227,10 @@ class Run:
     @contextmanager
     def _plain_sockets(self) -> Iterator[None]:
         """Open between all senders and all receivers, inside this context."""
-        self._processes.call("trainer", "connect", sinks=self._processes.call("engine", "listen"))
+        nics, receivers = range(self._case.num_nics), range(self._fleet.num_receivers)
+        own = [{"addresses": [self._lab.address(host, nic) for nic in nics]} for host in receivers]
+        sinks = self._processes.call_each("engine", "listen", own)
+        self._processes.call("trainer", "connect", sinks=list(itertools.chain.from_iterable(sinks)))
         try:
             yield
         finally:
@@ -217,7 +238,7 @@ class Run:
             self._processes.call("engine", "stop_listening")
 
     def _stream(self, total: int) -> float:
-        each = total // (self._fleet.num_senders * self._fleet.num_receivers)
+        each = total // (self._fleet.num_senders * self._fleet.num_receivers * self._case.num_nics)
         return _elapsed(self._processes.call("trainer", "stream", num_bytes=each, start=self._processes.soon()))
 
     def _whole_version(self) -> float:
@@ -245,6 +266,12 @@ class Run:
         publishing = self._processes.ask("trainer", "publish", version=number, start=self._processes.soon())
         _, spans = self._processes.answers(receiving, publishing)
         return _elapsed(spans)
+
+    def _each_in_turn(self) -> float:
+        self._advance()
+        receiving = self._processes.ask("engine", "receive_whole")
+        sending = self._processes.ask("trainer", "send_to_each", start=self._processes.soon())
+        return _elapsed(self._processes.answers(sending, receiving)[0])
 
     def _broadcast(self, *, gather: bool) -> float:
         self._advance()
