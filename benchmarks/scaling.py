@@ -1,6 +1,6 @@
 """How a version's rate grows with sending hosts, and what faults cost; writes results/scaling.json, docs/scaling.svg.
 
-Needs root. `python benchmarks/scaling.py`; about an hour on two cores, which must have nothing else to do.
+Needs root. `python benchmarks/scaling.py`; about 45 minutes on two cores, which must have nothing else to do.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from weft.bench.scaling.plot import scaling_svg
 DOCS = Path(__file__).parent.parent / "docs"
 NIC = "100mbit"
 MODEL = ("--model", "medium", "--nic", NIC)
-SWEEP = (*MODEL, "--receivers", "2", "--receivers", "8", "--repeat", "3")
+SWEEP = (*MODEL, "--receivers", "8", "--repeat", "3")
 NICS = (*MODEL, "--senders", "2", "--receivers", "2", "--no-baselines", "--no-slow-host", "--repeat", "3")
 
 if __name__ == "__main__":

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from weft.config import DigestPolicy, ReceiverMode
+from weft.config import DigestPolicy, ReceiverMode, Settings
 from weft.core.layouts.engine_layout import engine_recipe
 from weft.core.layouts.trainer_layout import trainer_layout
 from weft.core.models.model import Model
 from weft.core.planner import make_plan
 from weft.core.plans.plan import Plan
-from weft.core.topology import Cluster, HostKind, Nic
+from weft.core.topology import CPU, CUDA, Cluster, HostKind, Nic
 from weft.errors import LayoutError
 from weft.sim.simulator import Options, simulate
 
@@ -47,11 +47,19 @@ def predict(
     per_process = wire / num_trainers
     if digest == DigestPolicy.ON and rates.digest:
         per_process = 1 / (1 / per_process + 1 / rates.digest)
-    cluster = _machine(per_process, rates.copy / num_trainers)
+    cluster, memory = _machine(per_process, rates.copy / num_trainers), CUDA if transport == "cuda_ipc" else CPU
     try:
-        return _predict_on(cluster, model, num_trainers, num_engine_ranks, num_parts, mode)
+        plan = make_plan(
+            trainer=trainer_layout(model, f"fsdp{num_trainers}"),
+            recipe=engine_recipe(model, f"tp{num_parts}", num_replicas=num_engine_ranks // num_parts),
+            topology=cluster.place(num_trainers=num_trainers, num_engines=num_engine_ranks),
+            settings=Settings(mode=ReceiverMode(mode)),
+            trainer_memory=memory,
+            engine_memory=memory,
+        )
     except LayoutError:  # plain slices of tensors, for which heads need not be divisible, are moved all the same
         return None
+    return simulate(plan).predicted_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,23 +89,14 @@ def plan_hosts(model: Model, case: HostsCase) -> Plan:
         trainer=trainer_layout(model, case.trainer),
         recipe=recipe,
         topology=replace(topology, host_speed=case.host_speed),
+        trainer_memory=CPU,
+        engine_memory=CPU,
     )
 
 
 def predict_plan(plan: Plan, *, density: float | None = None) -> float:
     """Seconds of a version, in mode `shadow`. `density`: of changes, where patches are sent."""
     return simulate(plan, options=Options(delta_density=density)).predicted_s
-
-
-def _predict_on(
-    cluster: Cluster, model: Model, num_trainers: int, num_engine_ranks: int, num_parts: int, mode: str
-) -> float:
-    plan = make_plan(
-        trainer=trainer_layout(model, f"fsdp{num_trainers}"),
-        recipe=engine_recipe(model, f"tp{num_parts}", num_replicas=num_engine_ranks // num_parts),
-        topology=cluster.place(num_trainers=num_trainers, num_engines=num_engine_ranks),
-    )
-    return simulate(plan, options=Options(mode=ReceiverMode(mode))).predicted_s
 
 
 def _machine(bytes_per_s: float, copy_bytes_per_s: float, *, num_nics: int = 1) -> Cluster:
