@@ -68,6 +68,7 @@ from weft.runtime.controller.admission import (
     check_step,
     check_version,
 )
+from weft.runtime.controller.attendance import Numbers
 from weft.runtime.controller.journal import Journal
 from weft.runtime.controller.membership import Member, Membership
 from weft.runtime.controller.planner import Planner
@@ -173,9 +174,13 @@ class Controller:
         check_numbers(num_trainers=num_trainers, num_engine_ranks=num_engine_ranks, ranks_per_engine=ranks_per_engine)
         engines = dict.fromkeys(range(num_engine_ranks // ranks_per_engine), ranks_per_engine)
         ledger = VersionLedger(num_trainers=num_trainers, engines=engines, policy=commit_policy, quorum=quorum)
-        self._membership = Membership(
-            num_trainers=num_trainers, num_engine_ranks=num_engine_ranks, ranks_per_engine=ranks_per_engine
+        numbers = Numbers(
+            num_trainers=num_trainers,
+            num_engine_ranks=num_engine_ranks,
+            ranks_per_engine=ranks_per_engine,
+            needed_engines=len(engines) if commit_policy is CommitPolicy.ALL else quorum,
         )
+        self._membership = Membership(numbers)
         self._settings = (settings or TransferSettings()).paced(num_trainers + num_engine_ranks)
         planning = Planning.of(
             policy=policy,
@@ -209,7 +214,7 @@ class Controller:
             self._membership,
             self._settings,
             ledger,
-            needed_engines=len(engines) if commit_policy is CommitPolicy.ALL else quorum,
+            needed_engines=numbers.needed_engines,
             surroundings=self._surroundings(),
         )
         self._rounds = Rounds(
@@ -392,7 +397,8 @@ class Controller:
         match message:
             case Beat():
                 self._num_beats += 1
-                self._send(member, Alive(controller=self._name, status=self._status))
+                status = self._status or self._membership.left_out(member)
+                self._send(member, Alive(controller=self._name, status=status))
             case Opened():
                 self._rounds.opened(known, message)
             case Failed(version=version, reason=reason):
@@ -514,8 +520,7 @@ class Controller:
             member=str(member), state="joined", host=join.place.host, device=join.place.device, served=join.last
         )
         log.info("%s joined (%d of %d)", member, len(self._membership.members), sum(self._membership.num.values()))
-        self._rounds.plan_again()
-        self._rounds.plan_if_possible()
+        self._rounds.joined(join)
 
     def _replace(self, member: MemberId, connection: str) -> None:
         """A member joins again: the same process, or a newer one in its place."""
@@ -534,6 +539,6 @@ class Controller:
             return
         log.warning("%s %s", member, how)
         self._journal.write(member=str(member), state="lost", reason=how)
-        self._rounds.plan_again()
+        self._rounds.look_at_members()
         self._rounds.planned.clear()
         self._versions.lost(known, how, is_settled=is_settled)

@@ -358,13 +358,15 @@ class Versions:
         transfer.waiting.clear()
 
     def _turn_away(self) -> None:
-        """While a member is lost, or waits, no version can be written: say so at once, to all trainers."""
-        obstacles = {
-            member: f"{member} {how}" for member, how in self._membership.lost.items()
-        } | self._membership.blocked
+        """While a member that is needed is lost, or waits, no version can be written: tell all trainers at once."""
+        who, found = self._membership, self._membership.attendance
+        needed = {member: f"{member} {who.lost[member]}" for member in found.missing if member in who.lost}
+        obstacles = needed | who.blocked
         if not obstacles:
             return
         reason = ", ".join(obstacles[member] for member in sorted(obstacles))
+        if needed and found.why:
+            reason += f"; {found.why}"
         wants, self._wants = self._wants, {}
         for trainer, version in sorted(wants.items()):
             try:

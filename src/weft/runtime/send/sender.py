@@ -249,7 +249,7 @@ class Sender:
         self._exchange: Exchange | None = None
         """The exchange with trainers that hold parts of the same FP8 blocks."""
         self._abandoned: set[int] = set()
-        """Engine ranks to which writes may still be in flight, since this plan."""
+        """Engine ranks to which writes may still be in flight, since the last plan they had a part in."""
         self._left_out: dict[int, dict[int, float]] = {}
         """Version → engine ranks that no longer take part in it, since when."""
         self._cut: frozenset[str] = frozenset()
@@ -513,7 +513,7 @@ class Sender:
             case Open():
                 self._open(message)
             case SendPlan():
-                self._abandoned.clear()  # engines have closed the memory those writes were for
+                self._abandoned -= {target.engine for target in message.targets}  # they have closed that memory
                 self._cut = frozenset()  # all is open
                 self._follow(message)
             case Go(version=version):
