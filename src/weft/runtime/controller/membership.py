@@ -145,7 +145,8 @@ class Membership:
         self.members.clear()
         self._by_connection.clear()
         self._attendance = None
-        self._open, self._asked = ({side: set() for side in self.num} for _ in range(2))
+        self._open = {side: set() for side in self.num}
+        self._asked = {side: set() for side in self.num}
         if self._as_planned is not None:
             self._as_planned.clear()
 
