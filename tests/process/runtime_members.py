@@ -73,23 +73,23 @@ def _trainer(
     shapes: dict[str, tuple[int, ...]],
     density: float,
     batch_bytes: int,
-    turn_s: float,
+    patience_s: float,
 ) -> None:
     """Publishes the versions it is asked for; answers what became of each. `batch_bytes`: of patches, as on a GPU.
 
-    `turn_s`: how long a version waits for its turn.
+    `patience_s`: how long it waits for its turn, and for the end of a version.
     """
     CpuPatcher.batch_bytes = batch_bytes
     boxes, arrays, weights = _arrays(rank, num_ranks, 0, shapes)
-    with Sender(address, rank=rank, weights=weights, timeout_s=turn_s) as sender:
+    with Sender(address, rank=rank, weights=weights, timeout_s=patience_s) as sender:
         pipe.send("there")
         while (version := pipe.recv()) is not None:
             for name, value in checkpoint(version, shapes, density).items():
                 arrays[name][...] = value[boxes[name]]
             try:
                 publication = sender.publish(version=version)
-                publication.wait_released(20.0)
-                publication.wait_committed(20.0)
+                publication.wait_released(patience_s)
+                publication.wait_committed(patience_s)
                 pipe.send("committed")
             except WeftError as error:
                 pipe.send(f"{type(error).__name__}: {error}")
@@ -245,11 +245,11 @@ class Fleet:
         quorum: int = 0,
         ranks_per_engine: int = 1,
         batch_bytes: int = 0,
-        turn_s: float = 20.0,
+        patience_s: float = 20.0,
         **settings: Any,
     ) -> None:
         self.shapes, self.density, self.precision = shapes, density, precision
-        self._sending = batch_bytes, turn_s
+        self._sending = batch_bytes, patience_s
         defaults = {"silence_s": 5.0, "version_s": 20.0, "nixl_devices": "lo"}
         self._options = {
             "num_trainers": num_trainers,

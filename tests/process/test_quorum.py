@@ -128,7 +128,7 @@ def test_an_engine_takes_part_again_while_another_is_dead():
 
 
 def test_a_controller_that_was_restarted_needs_all_members_once_and_says_so():
-    with running(turn_s=4.0) as fleet:
+    with running(patience_s=4.0) as fleet:
         assert fleet.publish(1) == COMMITTED
         fleet.lose("engine 1")
         fleet.lose("trainer 1")
