@@ -73,19 +73,23 @@ def _trainer(
     shapes: dict[str, tuple[int, ...]],
     density: float,
     batch_bytes: int,
+    patience_s: float,
 ) -> None:
-    """Publishes the versions it is asked for; answers what became of each. `batch_bytes`: of patches, as on a GPU."""
+    """Publishes the versions it is asked for; answers what became of each. `batch_bytes`: of patches, as on a GPU.
+
+    `patience_s`: how long it waits for its turn, and for the end of a version.
+    """
     CpuPatcher.batch_bytes = batch_bytes
     boxes, arrays, weights = _arrays(rank, num_ranks, 0, shapes)
-    with Sender(address, rank=rank, weights=weights, timeout_s=20.0) as sender:
+    with Sender(address, rank=rank, weights=weights, timeout_s=patience_s) as sender:
         pipe.send("there")
         while (version := pipe.recv()) is not None:
             for name, value in checkpoint(version, shapes, density).items():
                 arrays[name][...] = value[boxes[name]]
             try:
                 publication = sender.publish(version=version)
-                publication.wait_released(20.0)
-                publication.wait_committed(20.0)
+                publication.wait_released(patience_s)
+                publication.wait_committed(patience_s)
                 pipe.send("committed")
             except WeftError as error:
                 pipe.send(f"{type(error).__name__}: {error}")
@@ -241,9 +245,11 @@ class Fleet:
         quorum: int = 0,
         ranks_per_engine: int = 1,
         batch_bytes: int = 0,
+        patience_s: float = 20.0,
         **settings: Any,
     ) -> None:
-        self.shapes, self.density, self.precision, self._batch_bytes = shapes, density, precision, batch_bytes
+        self.shapes, self.density, self.precision = shapes, density, precision
+        self._sending = batch_bytes, patience_s
         defaults = {"silence_s": 5.0, "version_s": 20.0, "nixl_devices": "lo"}
         self._options = {
             "num_trainers": num_trainers,
@@ -263,7 +269,7 @@ class Fleet:
 
     def new_trainer(self, rank: int) -> Process:
         num_ranks = self._options["num_trainers"]
-        return Process(_trainer, self.address, rank, num_ranks, self.shapes, self.density, self._batch_bytes)
+        return Process(_trainer, self.address, rank, num_ranks, self.shapes, self.density, *self._sending)
 
     def new_engine(self, rank: int) -> Process:
         return Process(_engine, self.address, rank, self._options["num_engine_ranks"], self.shapes, self.precision)
@@ -286,6 +292,33 @@ class Fleet:
         deadline = time.monotonic() + timeout_s
         while member not in self.statistics().lost:
             assert time.monotonic() < deadline, f"{member} is not missed"
+            time.sleep(0.05)
+
+    def lose(self, name: str, *, stalls: bool = False) -> None:
+        """A member ends, or stands still, and is missed."""
+        member = self._role(name)
+        member.stall() if stalls else member.kill()
+        self.wait_lost(name)
+
+    def replace(self, name: str) -> None:
+        """Another process takes a member's place, and has joined."""
+        side, rank = name.split()
+        new = self.new_trainer if side == "trainer" else self.new_engine
+        self._role(name).close()
+        members = self.trainers if side == "trainer" else self.engines
+        members[int(rank)] = new(int(rank))
+        assert members[int(rank)].answer() == "there"
+        self.wait_joined(name)
+
+    def _role(self, name: str) -> Process:
+        side, rank = name.split()
+        return (self.trainers if side == "trainer" else self.engines)[int(rank)]
+
+    def wait_joined(self, *names: str, timeout_s: float = 20.0) -> None:
+        """Until these are members, again."""
+        deadline = time.monotonic() + timeout_s
+        while not set(names) <= set(self.statistics().members):
+            assert time.monotonic() < deadline, f"{', '.join(names)} have not joined"
             time.sleep(0.05)
 
     def publish(self, version: int) -> list[str]:

@@ -104,6 +104,19 @@ def test_errors_of_those_who_wait_say_what_for(planning):
             sender.publish(version=0).wait_committed(SOON_S)
 
 
+def test_errors_of_those_who_wait_for_a_publication_say_so_too():
+    """Also before the publication itself has waited too long for its turn."""
+    with (
+        Controller(num_trainers=1, num_engine_ranks=1, settings=SETTINGS) as controller,
+        Sender(controller.address, rank=0, weights=weights(), timeout_s=SOON_S) as sender,
+    ):
+        publication = sender.publish(version=0)
+        eventually(lambda: "engine 0" in (sender._control.obstacle() or ""))
+        for wait in (publication.wait_released, publication.wait_committed):
+            with pytest.raises(TransferTimeout, match="the controller says: waiting for engine 0 to join"):
+                wait(0.1)
+
+
 @pytest.mark.parametrize(("kind", "method"), [(Sender, "_follow"), (Receiver, "_follow_plan")])
 def test_a_member_that_compiles_is_not_lost(monkeypatch, kind, method):
     compiling = HeldUp(monkeypatch, kind, method)

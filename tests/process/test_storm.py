@@ -151,6 +151,16 @@ def test_a_version_for_an_engine_that_stands_still_ends_in_its_time(start, trans
     check(storm)
 
 
+@pytest.mark.parametrize(("transport", "mode", "seed"), [("shm", "patch", 1), ("cma", "in_place", 2)])
+def test_with_a_quorum_nobody_waits_for_an_engine_that_is_away(start, transport, mode, seed):
+    """Another member is replaced meanwhile; then the engine is back, and all serve the newest version."""
+    storm = start(transport, mode, seed, num_engine_ranks=3, quorum=2)
+    for _ in range(2):
+        faults.engine_away(storm)
+        assert storm.recover()
+    check(storm)
+
+
 @pytest.mark.parametrize(
     ("transport", "mode", "seed"), [("shm", "shadow", 1), ("cma", "in_place", 2), ("nixl", "patch", 3)]
 )

@@ -85,8 +85,11 @@ class RawMember:
         raise WeftError(f"{self.name} heard no {' or '.join(kind.__name__ for kind in kinds)}")
 
     def open(self, **changes: Any) -> Opened:
+        """Wait for Open, and answer it."""
+        return self.answer(self.hear(Open), **changes)
+
+    def answer(self, opening: Open, **changes: Any) -> Opened:
         """Answer Open as a member would whose memory nobody can reach."""
-        opening = self.hear(Open)
         offers = {
             name: Offer(
                 endpoint=Endpoint(transport=name, member=self.name, data=b"\x80garbage"),

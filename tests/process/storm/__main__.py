@@ -31,7 +31,9 @@ def main() -> int:
             transport=transport,
             mode=mode,
             rows=options.rows,
+            num_engine_ranks=3 * options.ranks_per_engine if options.quorum else 2,
             ranks_per_engine=options.ranks_per_engine,
+            quorum=options.quorum,
             precision=options.precision,
         )
         seeds, num_left = itertools.count(options.seed), options.versions
@@ -53,6 +55,9 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=1, help="the first one")
     parser.add_argument("--rows", type=int, default=1024, help="of each tensor: 1024 make 16 MiB of weights")
     parser.add_argument("--ranks-per-engine", type=int, default=1, choices=(1, 2))
+    parser.add_argument(
+        "--quorum", type=int, default=0, help="engines a version needs, of three; 0: of one or two, all"
+    )
     parser.add_argument("--precision", default="fp32", choices=("fp32", "fp8"), help="of engines")
     parser.add_argument("--json", type=Path, help="write everything there")
     return parser.parse_args()
@@ -71,14 +76,14 @@ def _storm(settings: StormSettings, seed: int, num_versions: int) -> Outcome:
 
     with Storm(settings, seed) as storm:
         try:
-            storm.run(faults.ALL, num_versions=num_versions, on_step=tell)
+            storm.run(faults.WITH_QUORUM if settings.quorum else faults.ALL, num_versions=num_versions, on_step=tell)
         except AssertionError as error:
             storm.verdicts.add("hung", storm.fleet.now, str(error))
     outcome = Outcome.of(storm, seed, time.monotonic() - began)
     if outcome.findings:
         print(story(storm.fleet.journal, outcome.findings), file=sys.stderr)
         again = f"--transport {settings.transport} --mode {settings.mode} --seed {seed} --versions {num_versions}"
-        size = f"--rows {settings.rows} --ranks-per-engine {settings.ranks_per_engine}"
+        size = f"--rows {settings.rows} --ranks-per-engine {settings.ranks_per_engine} --quorum {settings.quorum}"
         print(f"{title} failed; again: python -m tests.process.storm {again} {size}", file=sys.stderr)
     return outcome
 

@@ -270,6 +270,23 @@ def _let_write(storm: Storm, ghost: Actor) -> None:
     )
 
 
+def engine_away(storm: Storm) -> None:
+    """An engine rank is dead, or stands still, while another member is replaced. With a quorum the others do not wait
+    for it."""
+    fleet, engines = storm.fleet, [f"engine {rank}" for rank in range(storm.settings.num_engine_ranks)]
+    away, another = storm.rng.sample(engines, 2)
+    leave = storm.rng.choice([fleet.kill, fleet.stop])
+    leave(fleet.actors[away])
+    fleet.wait_lost(away)
+    name = storm.rng.choice(["trainer 0", "trainer 1", another])
+    fleet.kill(fleet.actors[name])
+    fleet.wait_lost(name)
+    storm.replace(name)
+    fleet.wait_joined(name)
+    if not storm.collect(fleet.publish()):
+        storm.verdicts.add("hung", fleet.now, f"nothing was served without {away} after {name} was replaced")
+
+
 ALL = [
     killed,
     two_killed,
@@ -287,3 +304,5 @@ ALL = [
     stopped_writer,
 ]
 """What a storm draws from; the stopped writer, which has most to combine, more often."""
+WITH_QUORUM = [*(fault for fault in ALL if fault is not half_refused), engine_away, engine_away, engine_away]
+"""The same where versions go on without some engines: they are not refused."""

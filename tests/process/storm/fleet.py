@@ -312,6 +312,13 @@ class Fleet:
             assert time.monotonic() < deadline, f"{name} is not missed"
             self.listen(0.02)
 
+    def wait_joined(self, name: str) -> None:
+        """Until a process is the controller's member."""
+        deadline = time.monotonic() + END_S
+        while name not in ((self.answer(self.controller, "statistics") or ((), {}))[0]):
+            assert time.monotonic() < deadline, f"{name} does not join"
+            self.listen(0.02)
+
     def states(self) -> dict[str, tuple[int | None, str]]:
         """Engine → the version it serves, or why it serves none; those that can answer."""
         found = {actor.name: self.answer(actor, "state") for actor in self.engines if actor.is_there}

@@ -21,6 +21,7 @@ from tests.process.storm.gate import WriteGate
 from tests.process.storm.quantized import EngineNumbers, TrainerNumbers
 from tests.process.storm.settings import StormSettings
 from weft.config import TransferSettings
+from weft.core.version import CommitPolicy
 from weft.errors import WeftError
 from weft.runtime.controller.controller import Controller
 from weft.runtime.receive.receiver import Receiver, Update
@@ -86,6 +87,8 @@ def controller(pipe: Pipe, port: int, settings: StormSettings) -> None:
         num_trainers=settings.num_trainers,
         num_engine_ranks=settings.num_engine_ranks,
         ranks_per_engine=settings.ranks_per_engine,
+        commit_policy=CommitPolicy.QUORUM if settings.quorum else CommitPolicy.ALL,
+        quorum=settings.quorum,
         settings=TransferSettings(**settings.transfer()),
     ) as made:
         pipe.tell("there")

@@ -20,6 +20,8 @@ class StormSettings:
     num_trainers: int = 2
     num_engine_ranks: int = 2
     ranks_per_engine: int = 1
+    quorum: int = 0
+    """Engines a version needs; 0: all."""
     num_tensors: int = 4
     precision: str = "fp32"
     """Of engines; trainers hold FP32. `fp8`: not with patches, whose contents are others."""

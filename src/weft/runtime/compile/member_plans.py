@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Self
 
 import numpy as np
@@ -142,6 +143,17 @@ class MemberPlans:
             self._tables[link] = LinkTable(encoded=boxes.encode(), tensors=boxes.tensors)
         return self._tables[link]
 
+    def is_for(self, join: Join) -> bool:
+        """Whether a member that joins holds the weights, in the place, that this was made for."""
+        joins = self._trainers if join.side == "trainer" else self._engines
+        known = joins[join.rank]
+        return (known.held, known.place) == (join.held, join.place)
+
+    @cached_property
+    def engine_hosts(self) -> frozenset[str]:
+        """Hosts with engine ranks."""
+        return frozenset(join.place.host for join in self._engines.values())
+
     @property
     def has_windows(self) -> bool:
         """Whether engines drain something into their live weights."""
@@ -170,7 +182,7 @@ class MemberPlans:
     def send_plan(self, trainer: int, engines: Mapping[int, Opened], trainers: Mapping[int, Opened]) -> SendPlan:
         """What one trainer writes, in the order of its round.
 
-        `engines` and `trainers`: what they have opened; engine ranks that have not are left out.
+        `engines` and `trainers`: what they have opened. Nothing is written to engine ranks that have not.
         """
         linked = [engine for engine in np.flatnonzero(self._linked[trainer]).tolist() if engine in engines]
         topology = self._plan.topology

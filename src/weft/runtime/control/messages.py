@@ -78,7 +78,7 @@ class Join(_Message, frozen=True):
     offered: list[Offered] = []
     """Engines: the newest trainers they know of."""
     abandoned: list[int] = []
-    """Trainers: engine ranks to which writes may still be in flight, since the last plan."""
+    """Trainers: engine ranks to which writes may still be in flight, since the last plan they had a part in."""
 
     @property
     def member(self) -> MemberId:

@@ -68,6 +68,7 @@ from weft.runtime.controller.admission import (
     check_step,
     check_version,
 )
+from weft.runtime.controller.attendance import Numbers
 from weft.runtime.controller.journal import Journal
 from weft.runtime.controller.membership import Member, Membership
 from weft.runtime.controller.planner import Planner
@@ -175,9 +176,13 @@ class Controller:
         check_numbers(num_trainers=num_trainers, num_engine_ranks=num_engine_ranks, ranks_per_engine=ranks_per_engine)
         engines = dict.fromkeys(range(num_engine_ranks // ranks_per_engine), ranks_per_engine)
         ledger = VersionLedger(num_trainers=num_trainers, engines=engines, policy=commit_policy, quorum=quorum)
-        self._membership = Membership(
-            num_trainers=num_trainers, num_engine_ranks=num_engine_ranks, ranks_per_engine=ranks_per_engine
+        numbers = Numbers(
+            num_trainers=num_trainers,
+            num_engine_ranks=num_engine_ranks,
+            ranks_per_engine=ranks_per_engine,
+            needed_engines=len(engines) if commit_policy is CommitPolicy.ALL else quorum,
         )
+        self._membership = Membership(numbers)
         planning = Planning.of(
             policy=policy,
             topology=topology,
@@ -212,7 +217,7 @@ class Controller:
             self._membership,
             self._settings,
             ledger,
-            needed_engines=len(engines) if commit_policy is CommitPolicy.ALL else quorum,
+            needed_engines=numbers.needed_engines,
             surroundings=self._surroundings(),
         )
         self._rounds = Rounds(
@@ -395,7 +400,8 @@ class Controller:
         match message:
             case Beat():
                 self._num_beats += 1
-                self._send(member, Alive(controller=self._name, status=self._status))
+                status = self._status or self._membership.left_out(member)
+                self._send(member, Alive(controller=self._name, status=status))
             case Opened():
                 self._rounds.opened(known, message)
             case Failed(version=version, reason=reason):
@@ -479,7 +485,6 @@ class Controller:
         for member, silent_s in self._membership.silent_for(self._settings.silence_s).items():
             self._lose(member, f"has been silent for {silent_s:.1f} s")
         self._versions.look_at_clocks()
-        self._rounds.ship_if_possible()
 
     def _give_up_stalled(self, member: MemberId, why: str) -> None:
         if member in self._membership.members:
@@ -518,8 +523,7 @@ class Controller:
             member=str(member), state="joined", host=join.place.host, device=join.place.device, served=join.last
         )
         log.info("%s joined (%d of %d)", member, len(self._membership.members), sum(self._membership.num.values()))
-        self._rounds.plan_again()
-        self._rounds.plan_if_possible()
+        self._rounds.joined(join)
 
     def _replace(self, member: MemberId, connection: str) -> None:
         """A member joins again: the same process, or a newer one in its place."""
@@ -538,6 +542,6 @@ class Controller:
             return
         log.warning("%s %s", member, how)
         self._journal.write(member=str(member), state="lost", reason=how)
-        self._rounds.plan_again()
+        self._rounds.look_at_members()
         self._rounds.planned.clear()
         self._versions.lost(known, how, is_settled=is_settled)

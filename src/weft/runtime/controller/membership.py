@@ -1,14 +1,14 @@
 """A controller's members, those that are gone, and rounds of opening transports. State without a socket.
 
-A round begins when all members have joined: all open the transports chosen for their links and report what can be
-written. What was opened in an earlier round does not count.
+A round begins when all members have joined, or as many as `attendance` requires: all of these open the transports
+chosen for their links and report what can be written. What was opened in an earlier round does not count.
 """
 
 from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Collection, Mapping, Sequence, Set
+from collections.abc import Collection, Iterable, Mapping, Set
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -20,6 +20,7 @@ from weft.errors import ProtocolError, TransportUnavailable
 from weft.runtime.control.channel import member_of
 from weft.runtime.control.member_id import MemberId
 from weft.runtime.control.messages import Blocked, Join, Opened
+from weft.runtime.controller.attendance import Attendance, Numbers, attend, named
 from weft.transport.registry import Choice, Place, choose
 
 Side = Literal["trainer", "engine"]
@@ -27,8 +28,6 @@ MAX_CLOCK_STEP_NS = 86_400 * 10**9
 """How far the clocks of two controllers may differ."""
 MAX_NICS = 16
 """Maximum NICs shown per member."""
-MAX_NAMED = 4
-"""Maximum members named in a list."""
 
 
 @dataclass(slots=True)
@@ -53,9 +52,10 @@ class Member:
 class Membership:
     """Members, those that are gone, and the round they are in."""
 
-    def __init__(self, *, num_trainers: int, num_engine_ranks: int, ranks_per_engine: int) -> None:
-        self.num = {"trainer": num_trainers, "engine": num_engine_ranks}
-        self.ranks_per_engine = ranks_per_engine
+    def __init__(self, numbers: Numbers) -> None:
+        self.num = {"trainer": numbers.num_trainers, "engine": numbers.num_engine_ranks}
+        self.ranks_per_engine = numbers.ranks_per_engine
+        self._numbers = numbers
         self.members: dict[MemberId, Member] = {}
         self._by_connection: dict[str, Member] = {}
         self.lost: dict[MemberId, str] = {}
@@ -63,16 +63,21 @@ class Membership:
         self.round = secrets.randbits(40)
         """Rounds of different controllers have different numbers, so their messages are not confused."""
         self.has_plan = False
-        """Whether all have their parts of this round's plan."""
+        """Whether all that take part in this round have their parts of its plan."""
         self.settled: set[int] = set()
-        """Incarnations of trainers that are gone and were not writing; engines hear of them in the next round."""
+        """Incarnations of trainers that are gone and were not writing; engines hear of them in their next round."""
         self.abandoned: set[int] = set()
         """Engine ranks to which writes that a trainer gave up may still be in flight."""
         self._newest: dict[MemberId, int] = {}
         self._open: dict[str, set[int]] = {side: set() for side in self.num}
         """Ranks that have opened in this round."""
-        self._asked: set[MemberId] = set()
-        """Members that were asked to open in this round, and are still there."""
+        self._asked: dict[str, set[int]] = {side: set() for side in self.num}
+        """Ranks that take part in this round, as far as they are still there."""
+        self._is_short = False
+        """Whether one of them was lost before all had their parts of the plan."""
+        self._as_planned: set[MemberId] | None = None
+        """Members for which the plan was made as they are now; None: there is no plan."""
+        self._attendance: Attendance | None = None
 
     def objection(self, member: str) -> str | None:
         """Why a process cannot join under this name; None if it can."""
@@ -107,6 +112,7 @@ class Membership:
             connection, member, join, incarnation, time.monotonic()
         )
         self.lost.pop(member, None)
+        self._attendance = None
         self._learn(member, incarnation)
         for other in join.offered:
             self._learn(MemberId.trainer(other.rank), min(other.incarnation, time.time_ns()))
@@ -118,14 +124,23 @@ class Membership:
 
     @property
     def blocked(self) -> dict[MemberId, str]:
-        """Members that wait for lost writers, and why."""
-        waits = {member: known for member, known in self.members.items() if known.blocked}
-        return {member: known.blocked for member, known in waits.items() if known.waits_since is None}
+        """Members of this round that wait for lost writers, and why."""
+        return {known.member: known.blocked for known in self._waiting if known.waits_since is None}
+
+    @property
+    def _waiting(self) -> list[Member]:
+        return [known for known in self.taking_part if known.blocked]
 
     def waiting_since(self, moment: float) -> list[int]:
         """Engine ranks that have waited for their engine's thread since then, or longer."""
-        waits = [(known.join.rank, known.waits_since) for known in self.members.values()]
+        waits = [(known.join.rank, known.waits_since) for known in self._waiting]
         return sorted(rank for rank, since in waits if since is not None and since <= moment)
+
+    def can_do_without(self, ranks: Collection[int]) -> bool:
+        """Whether another round could begin without the engines of these ranks, and none has ended yet."""
+        gone = {MemberId.engine(other) for rank in ranks for other in self.ranks_of(rank // self.ranks_per_engine)}
+        planned = None if self._as_planned is None else self._as_planned - gone
+        return not self.has_plan and not attend(self.members.keys() - gone, planned, self._numbers).missing
 
     def remove(self, member: MemberId, how: str) -> Member | None:
         """A member is gone; None if it was not there."""
@@ -133,26 +148,53 @@ class Membership:
         if known is not None:
             del self._by_connection[known.connection]
             self.lost[member] = how
-            self._open[known.join.side].discard(known.join.rank)
-            self._asked.discard(member)
+            self._attendance = None
+            self._open[member.side].discard(member.rank)
+            self._is_short |= not self.has_plan and member.rank in self._asked[member.side]
+            self._asked[member.side].discard(member.rank)
+            if self._as_planned is not None:
+                self._as_planned.discard(member)
         return known
 
     def remove_all(self) -> None:
         """Remove all members."""
         self.members.clear()
         self._by_connection.clear()
+        self._attendance = None
         self._forget_opened()
+        self._asked = {side: set() for side in self.num}
+        if self._as_planned is not None:
+            self._as_planned.clear()
+
+    def _forget_opened(self) -> None:
+        self._open = {side: set() for side in self.num}
+        for known in self.members.values():
+            known.blocked, known.waits_since = "", None
+
+    @property
+    def attendance(self) -> Attendance:
+        """Who would take part in a round that begins now."""
+        if self._attendance is None:
+            self._attendance = attend(self.members.keys(), self._as_planned, self._numbers)
+        return self._attendance
+
+    def recognise(self, members: Iterable[MemberId]) -> None:
+        """The plan was made for these as they are now."""
+        self._attendance = None
+        self._as_planned = (self._as_planned or set()).union(members)
+
+    @property
+    def needs_round(self) -> bool:
+        """Whether another round would have members that this one lacks, or this one lost some before it was planned."""
+        has_trainers = len(self._asked["trainer"]) == self.num["trainer"]
+        return self._is_short or not has_trainers or not self.attendance.engines <= self._asked["engine"]
 
     def begin_round(self) -> None:
         """What was opened so far no longer counts."""
         self.round += 1
-        self.has_plan = False
+        self.has_plan, self._is_short = False, False
         self._forget_opened()
-
-    def _forget_opened(self) -> None:
-        self._open, self._asked = {side: set() for side in self.num}, set()
-        for known in self.members.values():
-            known.blocked, known.waits_since = "", None
+        self._asked = {"trainer": set(range(self.num["trainer"])), "engine": set(self.attendance.engines)}
 
     def block(self, known: Member, blocked: Blocked) -> None:
         """An engine rank cannot open yet; what it says of an earlier round does not count."""
@@ -161,14 +203,26 @@ class Membership:
         waits = is_present and blocked.by_thread
         known.waits_since = (known.waits_since or time.monotonic()) if waits else None
 
+    def complete_round(self) -> None:
+        """All that take part have their parts of the plan. Its engines have heard of trainers that are gone."""
+        self.has_plan = True
+        self.abandoned -= self._open["engine"]
+        if self.is_complete:
+            self.settled.clear()
+
+    @property
+    def taking_part(self) -> list[Member]:
+        """Members of this round that are still there."""
+        return [known for member, known in self.members.items() if member.rank in self._asked[member.side]]
+
+    def takes_part(self, member: MemberId) -> bool:
+        """Whether a member was asked to open in this round."""
+        return member.rank in self._asked[member.side]
+
     def open(self, known: Member, opened: Opened) -> None:
         """A member has opened transports in this round."""
         known.opened, known.blocked, known.waits_since = opened, "", None
         self._open[known.join.side].add(known.join.rank)
-
-    def was_asked(self, known: Member) -> bool:
-        """Whether a member was asked to open in this round, since it has joined."""
-        return known.member in self._asked
 
     def name_of(self, connection: str) -> MemberId:
         """The member a connection speaks for, whether or not it has joined."""
@@ -187,24 +241,8 @@ class Membership:
 
     @property
     def has_opened(self) -> bool:
-        """Whether all members have joined and have opened transports in this round."""
-        return all(len(self._open[side]) == count for side, count in self.num.items())
-
-    @property
-    def rest_has_opened(self) -> bool:
-        """Whether all members have opened in this round that were asked to and were not lost since."""
-        return len(self._asked) == sum(map(len, self._open.values()))
-
-    def can_end_round(self, *, needed_engines: int, without: Collection[int] = ()) -> bool:
-        """Whether all trainers and enough engines are there to get a plan in this round, and have none yet.
-
-        `without`: engine ranks that are not waited for.
-        """
-        if self.has_plan:
-            return False
-        engines = {member.rank for member in self._asked if member.side == "engine"}
-        num_trainers, whole = len(self._asked) - len(engines), self._whole_engines(engines - set(without))
-        return num_trainers == self.num["trainer"] and len(whole) >= needed_engines
+        """Whether all that take part in this round have opened transports."""
+        return not self._is_short and self._open == self._asked
 
     def joins(self, side: Side) -> dict[int, Join]:
         """What members of a side said when they joined, by rank."""
@@ -212,9 +250,13 @@ class Membership:
         return {join.rank: join for join in sorted(joins, key=lambda join: join.rank)}
 
     def opened(self, side: Side) -> dict[int, Opened]:
-        """What members of a side have opened, by rank."""
-        mine = [known for known in self.members.values() if known.join.side == side]
-        return {known.join.rank: known.opened for known in mine if known.opened is not None}
+        """What members of a side have opened in this round, by rank."""
+        mine = [known for member, known in self.members.items() if member.side == side]
+        return {
+            known.join.rank: known.opened
+            for known in mine
+            if known.opened is not None and known.join.rank in self._open[side]
+        }
 
     def open_ranks(self, side: Side) -> set[int]:
         """Ranks that are present and open in this round."""
@@ -254,28 +296,34 @@ class Membership:
         return lines
 
     def use(self, links: Mapping[tuple[int, int], Choice]) -> None:
-        """These transports were chosen for this round, and members are asked to open them."""
-        self._asked = set(self.members)
+        """These transports were chosen for the links of this round; those of other engines are not opened."""
         for known in self.members.values():
             known.transports = {}
         for (trainer, engine), choice in links.items():
-            self.members[MemberId.trainer(trainer)].transports[engine] = choice.transport
-            self.members[MemberId.engine(engine)].transports[trainer] = choice.transport
+            if engine in self._asked["engine"]:
+                self.members[MemberId.trainer(trainer)].transports[engine] = choice.transport
+                self.members[MemberId.engine(engine)].transports[trainer] = choice.transport
 
     @property
     def obstacle(self) -> str:
-        """What the round needs from members; empty if all have joined and opened."""
-        if self.has_opened:
-            return ""
-        members = [MemberId(side, rank) for side, count in self.num.items() for rank in range(count)]
-        missing = [member for member in members if member not in self.members]
-        if missing:
-            return f"waiting for {_named(missing)} to join"
-        waits = [known.blocked for known in self.members.values() if known.blocked]
+        """What the round needs from members; empty if enough have joined and opened."""
+        found = self.attendance
+        if found.missing:
+            return f"waiting for {named(found.missing)} to join" + (f": {found.why}" if found.why else "")
+        waits = [known.blocked for known in self._waiting]
         if waits:
-            return _named(waits)
+            return named(waits)
+        members = [*self._numbers.trainers, *map(MemberId.engine, sorted(found.engines))]
         closed = [member for member in members if member.rank not in self._open[member.side]]
-        return f"waiting for {_named(closed)} to open memory"
+        return f"waiting for {named(closed)} to open memory" if closed else ""
+
+    def left_out(self, member: MemberId) -> str:
+        """What a member waits for that can take no part although others do; empty if it can."""
+        found = self.attendance
+        if found.missing or member.side == "trainer" or member.rank in found.engines:
+            return ""
+        absent = [rank for ranks in self._numbers.engines for rank in ranks if rank not in self.members]
+        return f"waiting for {named(absent)} to join"
 
 
 def choose_links(
@@ -316,9 +364,3 @@ def _unlinked(impossible: Set[tuple[int, int]], trainers: Collection[int], engin
 def _linked(place: Place, passes_host: bool) -> Place:
     """Where the memory lies that transports move for a member."""
     return msgspec.structs.replace(place, device=CPU) if passes_host else place
-
-
-def _named(members: Sequence[MemberId | str]) -> str:
-    """Members by name, or what they say, if they are few."""
-    shown = ", ".join(map(str, members[:MAX_NAMED]))
-    return shown if len(members) <= MAX_NAMED else f"{shown} and {len(members) - MAX_NAMED} others"

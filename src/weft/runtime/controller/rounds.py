@@ -1,10 +1,10 @@
 """Rounds: members that have all joined get a plan, open transports and memory for it, and their parts of it.
 
-    consumes      complete memberships, Opened, what the planner's thread has made
+    consumes      memberships, Opened, what the planner's thread has made
     produces      Open, SendPlan, ReceivePlan; Refused for members that do not match
 
-A round begins when all members have joined and no version is under way. It ends without engines that are lost after
-they were asked to open, if enough are left for versions. Belongs to the controller's thread.
+A round begins when all members have joined, or, with a quorum, enough of those that are planned for, and no version is
+under way. Belongs to the controller's thread.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from weft.core.plans.plan import Plan
 from weft.errors import LayoutError, PlanError, ProtocolError, TransportUnavailable, WeftError
 from weft.runtime.compile.member_plans import MemberPlans
 from weft.runtime.control.member_id import MemberId
-from weft.runtime.control.messages import Asking, Open, Opened, Refused, Writer
+from weft.runtime.control.messages import Asking, Join, Open, Opened, Refused, Writer
 from weft.runtime.control.server import Server
 from weft.runtime.controller.admission import check_magnitudes, check_opened
 from weft.runtime.controller.journal import Journal
@@ -86,16 +86,33 @@ class Rounds:
         self._must_plan = True
         self._planner.give_up()
 
+    def joined(self, join: Join) -> None:
+        """A member has joined: another round begins if it can take part."""
+        if self.parts is not None and self.parts.is_for(join):
+            self._membership.recognise([join.member])
+        self.look_at_members()
+        self.plan_if_possible()
+
+    def look_at_members(self) -> None:
+        """A member has joined, or is gone: the round goes on if it is as good as another one."""
+        if self._membership.needs_round:
+            self.plan_again()
+
     def plan_if_possible(self) -> None:
-        """When all members have joined and no version is under way: let them open transports, for a new plan."""
-        if not self._must_plan or not self._membership.is_complete:
+        """When enough members have joined and no version is under way: let them open transports, for a new plan, or
+        for their old parts of the plan in force."""
+        who = self._membership
+        if not self._must_plan or who.attendance.missing or not (who.is_complete or who.needs_round):
             return
         self._versions.retire()
         if not self._versions.is_idle or not self._versions.rebuild(self._refuse):
             return
         self._must_plan = False
-        self._membership.begin_round()
+        who.begin_round()
         self.slow_hosts.begin()
+        if not who.is_complete:
+            self._ask_to_open()
+            return
         joins = self._membership.joins("trainer"), self._membership.joins("engine")
         self._planner.plan(*joins, speeds=self.slow_hosts.planned)
 
@@ -123,33 +140,38 @@ class Rounds:
     def _open(self, planned: Planned) -> None:
         """Members match: let them open transports and memory for the plan."""
         self.plan, self.plan_digest, self.parts = planned.plan, planned.digest, planned.parts
-        self.links, self._planned_at = planned.links, time.monotonic()
+        self.links, self.plan_s = planned.links, planned.plan_s
         self._versions.parts = planned.parts
-        self.plan_s = planned.plan_s
-        self._membership.use(planned.links)
-        engine_hosts = {join.place.host for join in self._membership.joins("engine").values()}
-        for member, known in self._membership.members.items():
+        self._membership.recognise(self._membership.members)
+        self._ask_to_open()
+
+    def _ask_to_open(self) -> None:
+        """Those that take part in this round open what they need for their parts of the plan."""
+        parts, self._planned_at = self.parts, time.monotonic()
+        assert parts is not None
+        self._membership.use(self.links)
+        for known in self._membership.taking_part:
             transports = sorted(set(known.transports.values()))
-            asking = planned.parts.asking(known.join.rank) if known.join.side == "trainer" else None
+            asking = parts.asking(known.join.rank) if known.join.side == "trainer" else None
             message = Open(
                 round=self._membership.round,
                 transports=transports,
-                through_host=planned.parts.through_host,
-                is_near=known.join.place.host in engine_hosts,
+                through_host=parts.through_host,
+                is_near=known.join.place.host in parts.engine_hosts,
                 asking=self._asking(asking),
             )
             if known.join.side == "engine":
                 message = Open(
                     round=self._membership.round,
                     transports=transports,
-                    through_host=planned.parts.through_host,
+                    through_host=parts.through_host,
                     writers=self._writers_of(known),
                     settled=sorted(self._membership.settled),
                     abandoned=known.join.rank in self._membership.abandoned,
-                    landing_bytes=planned.parts.opening(known.join.rank).landing_bytes,
-                    patch_bytes=planned.parts.opening(known.join.rank).patch_bytes,
+                    landing_bytes=parts.opening(known.join.rank).landing_bytes,
+                    patch_bytes=parts.opening(known.join.rank).patch_bytes,
                 )
-            self._send(member, message)
+            self._send(known.member, message)
 
     def _asking(self, trainers: list[int] | None) -> list[Asking] | None:
         """Trainers that will connect to another, and the keys they are known by."""
@@ -173,8 +195,8 @@ class Rounds:
         ]
 
     def opened(self, known: Member, message: Opened) -> None:
-        """A member has opened what it was asked to."""
-        is_asked = message.round == self._membership.round and self._membership.was_asked(known)
+        """A member has opened what it was asked to; when all have, they get their parts of the plan."""
+        is_asked = message.round == self._membership.round and self._membership.takes_part(known.member)
         if not is_asked or self._planner.is_busy:
             return  # it belongs to an earlier round, or was not requested
         assert self.parts is not None
@@ -186,24 +208,16 @@ class Rounds:
             is_asked, has_keys = bool(self.parts.asking(known.join.rank)), self._server.has_keys
             check_magnitudes(known.join.rank, message, is_asked=is_asked, has_keys=has_keys)
         self._membership.open(known, message)
-        self.ship_if_possible()
-
-    def ship_if_possible(self) -> None:
-        """When all have opened that are left, they get their parts of the plan."""
-        who = self._membership
-        is_over = who.rest_has_opened and who.can_end_round(needed_engines=self._versions.needed_engines)
-        if is_over and self.parts is not None and not self._planner.is_busy:
-            self._planner.ship(self.parts, who.opened("trainer"), who.opened("engine"))
+        if self._membership.has_opened:
+            self._planner.ship(self.parts, self._membership.opened("trainer"), self._membership.opened("engine"))
 
     def _begin_round(self) -> None:
-        """Members have opened, and were sent their parts of the plan."""
+        """All that take part have opened, and were sent their parts of the plan."""
         who, plan = self._membership, self.plan
         assert plan is not None
-        who.has_plan = True
+        who.complete_round()
         self.ship_s = time.monotonic() - self._planned_at
-        if who.has_opened:
-            who.settled.clear()  # engines have heard of them
-            who.abandoned.clear()
+        if who.is_complete:
             self.planned.set()
         log.info("plan %s: %d bytes per version", self.plan_digest[:16], plan.total_bytes)
         self._record_plan()

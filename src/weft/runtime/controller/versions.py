@@ -252,7 +252,7 @@ class Versions:
         """Engine ranks whose thread does not open memory, if others can go on without them: nobody else gains from it,
         and an engine may take long to start."""
         late = self._membership.waiting_since(now - self._settings.pause_s)
-        if not late or not self._membership.can_end_round(needed_engines=self.needed_engines, without=late):
+        if not late or not self._membership.can_do_without(late):
             return {}
         return dict.fromkeys(late, f"waited {self._settings.pause_s:.1f} s for its engine's thread to open memory")
 
@@ -367,16 +367,15 @@ class Versions:
         transfer.waiting.clear()
 
     def _turn_away(self) -> None:
-        """While a member is lost, or waits, no version can be written: say so at once, to all trainers.
-
-        Engines that are lost while a round is opened are no obstacle if it can end without them.
-        """
-        obstacles = self._membership.blocked
-        if not self._membership.can_end_round(needed_engines=self.needed_engines):
-            obstacles |= {member: f"{member} {how}" for member, how in self._membership.lost.items()}
+        """While a member that is needed is lost, or waits, no version can be written: tell all trainers at once."""
+        who, found = self._membership, self._membership.attendance
+        needed = {member: f"{member} {who.lost[member]}" for member in found.missing if member in who.lost}
+        obstacles = needed | who.blocked
         if not obstacles:
             return
         reason = ", ".join(obstacles[member] for member in sorted(obstacles))
+        if needed and found.why:
+            reason += f"; {found.why}"
         wants, self._wants = self._wants, {}
         for trainer, version in sorted(wants.items()):
             try:

@@ -20,7 +20,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Self
 
@@ -69,8 +69,9 @@ ASK_S = 0.01
 class Publication:
     """The sender's side of one version."""
 
-    def __init__(self, version: int) -> None:
-        self.version = version
+    def __init__(self, version: int, why_late: Callable[[], str]) -> None:
+        """`why_late`: the end of the error of callers that have waited too long."""
+        self.version, self._why_late = version, why_late
         self._released = threading.Event()
         self._ended = threading.Event()
         """Set when nothing is being written any more; patches release the weights before that."""
@@ -167,7 +168,7 @@ class Publication:
     def _wait(self, event: threading.Event, timeout_s: float, what: str) -> None:
         deadline = time.monotonic() + timeout_s
         if not event.wait(timeout_s):
-            raise TransferTimeout(f"version {self.version} was not {what} after {timeout_s:.1f} s")
+            raise TransferTimeout(f"version {self.version} was not {what} after {timeout_s:.1f} s{self._why_late()}")
         if self._error is None:
             return
         if not self._ended.wait(max(deadline - time.monotonic(), 0.0)):
@@ -249,7 +250,7 @@ class Sender:
         self._exchange: Exchange | None = None
         """The exchange with trainers that hold parts of the same FP8 blocks."""
         self._abandoned: set[int] = set()
-        """Engine ranks to which writes may still be in flight, since this plan."""
+        """Engine ranks to which writes may still be in flight, since the last plan they had a part in."""
         self._left_out: dict[int, dict[int, float]] = {}
         """Version → engine ranks that no longer take part in it, since when."""
         self._cut: frozenset[str] = frozenset()
@@ -284,12 +285,17 @@ class Sender:
                     hint="call wait_released() before the next publish",
                 )
             self._last = version
-            publication = self._publications[version] = Publication(version)
+            publication = self._publications[version] = Publication(version, self._why_late)
             earlier = [p for p in self._publications.values() if p is not publication]
             turn = self._early.take(version)
         self._begin_turn(publication, turn)
         self._writer.submit(self._send, publication, earlier)
         return publication
+
+    def _why_late(self) -> str:
+        """What prevents transfers, at the end of an error; empty if nothing is known to."""
+        obstacle = self._control.obstacle()
+        return f": {obstacle}" if obstacle is not None else ""
 
     def _begin_turn(self, publication: Publication, turn: WriteTurn | None) -> None:
         """Use the turn another trainer asked for, or ask for one."""
@@ -335,11 +341,9 @@ class Sender:
         """On the writer thread: wait for the turn, write, report."""
         try:
             if not self._wait_for_turn(publication, earlier):
-                obstacle = self._control.obstacle()
-                why = f": {obstacle}" if obstacle is not None else ""
                 raise TransferTimeout(
                     f"{self._member} was not allowed to write version {publication.version} "
-                    f"in {self._timeout_s:.1f} s{why}",
+                    f"in {self._timeout_s:.1f} s{self._why_late()}",
                     hint="have all members joined? has every engine committed the previous version?",
                 )
             if publication._go is not None:
@@ -513,7 +517,7 @@ class Sender:
             case Open():
                 self._open(message)
             case SendPlan():
-                self._abandoned.clear()  # engines have closed the memory those writes were for
+                self._abandoned -= {target.engine for target in message.targets}  # they have closed that memory
                 self._cut = frozenset()  # all is open
                 self._follow(message)
             case Go(version=version):
