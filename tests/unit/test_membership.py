@@ -12,6 +12,7 @@ from weft.errors import ProtocolError, TransportUnavailable
 from weft.runtime.control.member_id import MemberId
 from weft.runtime.control.messages import Join, Offered, Opened
 from weft.runtime.controller import membership
+from weft.runtime.controller.attendance import Numbers
 from weft.runtime.controller.membership import MAX_CLOCK_STEP_NS, Member, Membership, choose_links
 from weft.transport.registry import NAMES, Place
 
@@ -41,10 +42,18 @@ def clock(monkeypatch) -> Clock:
 
 
 def members(*names: str, num_trainers: int = 2, num_engine_ranks: int = 2, ranks_per_engine: int = 1) -> Membership:
-    """A membership of two trainers and two engine ranks, in which these have joined."""
-    made = Membership(num_trainers=num_trainers, num_engine_ranks=num_engine_ranks, ranks_per_engine=ranks_per_engine)
+    """A membership of two trainers and two engine ranks, in which these have joined; with all of them a round begins."""
+    numbers = Numbers(
+        num_trainers=num_trainers,
+        num_engine_ranks=num_engine_ranks,
+        ranks_per_engine=ranks_per_engine,
+        needed_engines=num_engine_ranks // ranks_per_engine,
+    )
+    made = Membership(numbers)
     for name in names:
         add(made, name)
+    if made.is_complete:
+        made.begin_round()
     return made
 
 

@@ -242,7 +242,7 @@ class Membership:
     @property
     def has_opened(self) -> bool:
         """Whether all that take part in this round have opened transports."""
-        return not self._is_short and self._open == self._asked
+        return bool(self._asked["trainer"]) and not self._is_short and self._open == self._asked
 
     def joins(self, side: Side) -> dict[int, Join]:
         """What members of a side said when they joined, by rank."""
