@@ -15,9 +15,9 @@ from weft.codec.fp8 import Grid
 from weft.codec.grids import SCALINGS, BlockSpread, GridBoxes, HeldGrids
 from weft.core.geometry.planes import joined
 from weft.core.geometry.scaling import Scaling, block_sides, block_sides_of
-from weft.core.layout import GroupBuilder, Shard, group_ranks, shard_problem
+from weft.core.layout import GroupBuilder, Shard, Tensor, group_ranks, shard_problem
 from weft.core.layouts.box_recipe import TakenBoxes, recipe_of_boxes
-from weft.core.recipe import Op, Recipe
+from weft.core.recipe import Op, Piece, Recipe
 from weft.errors import CodecError, LayoutError
 from weft.runtime.compile.grids import needed_boxes
 from weft.runtime.control.held import HeldShard, HeldTable
@@ -82,8 +82,8 @@ def test_a_recipe_of_boxes_is_that_of_their_pieces(ranks):
         return
     numbers = {rank: [i for i, row in enumerate(rows) if row[0] == rank] for rank in range(len(ranks))}
     expected = Recipe.from_pieces(
-        {rank: [taken.tensor(i) for i in mine] for rank, mine in numbers.items()},
-        {rank: [taken.piece(i) for i in mine] for rank, mine in numbers.items()},
+        {rank: [tensor_taken(taken, i) for i in mine] for rank, mine in numbers.items()},
+        {rank: [piece_taken(taken, i) for i in mine] for rank, mine in numbers.items()},
     )
     found = recipe_of_boxes(taken, num_ranks=len(ranks))
     assert (found.sources, found.engine.tensors) == (expected.sources, expected.engine.tensors)
@@ -96,6 +96,24 @@ def test_a_recipe_of_boxes_is_that_of_their_pieces(ranks):
         assert mine.dtype == theirs.dtype, name
         assert np.array_equal(mine, theirs), name
     assert found.engine.groups.members.tolist() == expected.engine.groups.members.tolist()
+
+
+def tensor_taken(taken: TakenBoxes, row: int) -> Tensor:
+    shape = tuple(taken.extent[row, : taken.num_dims[row]].tolist())
+    return Tensor(name=taken.names[taken.name[row]], dtype=taken.dtypes[taken.dtype[row]], shape=shape)
+
+
+def piece_taken(taken: TakenBoxes, row: int) -> Piece:
+    dims = int(taken.num_dims[row])
+    return Piece(
+        dst=taken.names[taken.name[row]],
+        source=taken.sources[taken.source[row]],
+        dst_lo=(0,) * dims,
+        extent=tuple(taken.extent[row, :dims].tolist()),
+        src_lo=tuple(taken.src_lo[row, : taken.src_dims[row]].tolist()),
+        axes=tuple(range(dims)),
+        op=Op(int(taken.op[row])),
+    )
 
 
 NUMBERS = st.sampled_from([-1, 0, 1, 2, 3, 8, 2**29 + 1, 2**31, 2**62])
