@@ -143,17 +143,19 @@ static inline const unsigned char *soon(const unsigned char *now, uint64_t left,
 /* memcpy() writes the ends of a short row twice, which costs the processor its streaming of whole lines: rows of a few
  * kilobytes then move at a third of the speed (measured). A plain loop writes every line once, in order. With lines asked
  * for ahead it is faster for long rows, too. */
-static inline void copy_row(unsigned char *restrict dst, const unsigned char *restrict src, uint64_t size, Ahead read, Ahead write) {
-    if (!ASKS_AHEAD && size >= LONG_ROW) {
-        memcpy(dst, src, (size_t)size);
-        return;
-    }
+static inline __attribute__((always_inline)) void copy_lines(int asks_ahead, unsigned char *restrict dst, const unsigned char *restrict src, uint64_t size, Ahead read, Ahead write) {
+#pragma GCC unroll 1
     for (; size >= 64; size -= 64, src += 64, dst += 64) {
-        if (ASKS_AHEAD) __builtin_prefetch(soon(src, size, read)), __builtin_prefetch(soon(dst, size, write), 1);
+        if (asks_ahead) __builtin_prefetch(soon(src, size, read)), __builtin_prefetch(soon(dst, size, write), 1);
         Pair first = load_pair(src), second = load_pair(src + 16), third = load_pair(src + 32), fourth = load_pair(src + 48);
         store_pair(dst, first), store_pair(dst + 16, second), store_pair(dst + 32, third), store_pair(dst + 48, fourth);
     }
-    memcpy(dst, src, (size_t)size);
+    if (size > 0) memcpy(dst, src, (size_t)size);
+}
+
+static inline void copy_row(unsigned char *restrict dst, const unsigned char *restrict src, uint64_t size, Ahead read, Ahead write) {
+    if (!ASKS_AHEAD && size >= LONG_ROW) memcpy(dst, src, (size_t)size);
+    else copy_lines(ASKS_AHEAD, dst, src, size, read, write);
 }
 
 static void copy_share(Share *share) {
@@ -181,6 +183,7 @@ static void copy_share(Share *share) {
 #define ROWS 256
 #define ROW_BYTES ((uint64_t)(8 * COLUMNS))
 #define BLOCK_BYTES (ROW_BYTES * ROWS)
+#define MANY_ROWS 3 /* weighing the sums of fewer takes longer than weighing their words (measured) */
 static uint64_t alpha[COLUMNS], beta[COLUMNS], gamma_[COLUMNS];
 
 static uint64_t mix(uint64_t x) { /* SplitMix64 */
@@ -209,6 +212,18 @@ static inline uint64_t digest_words(const unsigned char *src, uint64_t size, uin
         else memcpy((unsigned char *)&word + skip, src, (size_t)step); /* little-endian hosts only, as weft's files are */
         total += (alpha[j] + beta[j] * below) * word + gamma_[j] * (word >> 32);
         src += step, size -= step;
+    }
+    return block_weight(position / BLOCK_BYTES) * total;
+}
+
+/* A whole row. A loop that stays one: compilers that see all words at once move them through vectors, which is slower. */
+static inline uint64_t digest_row(const unsigned char *src, uint64_t position) {
+    uint64_t total = 0, below = ROWS - position / ROW_BYTES % ROWS;
+#pragma GCC unroll 1
+    for (int j = 0; j < COLUMNS; j++) {
+        uint64_t word;
+        memcpy(&word, src + 8 * j, 8);
+        total += (alpha[j] + beta[j] * below) * word + gamma_[j] * (word >> 32);
     }
     return block_weight(position / BLOCK_BYTES) * total;
 }
@@ -267,25 +282,43 @@ static __attribute__((noinline)) uint64_t read_rows(const unsigned char *restric
     return sum_rows(0, NULL, src, num_rows, below, left, read, write_on);
 }
 
+/* `size` bytes inside one row, copied to `dst` on the way if `copying`. */
+static inline __attribute__((always_inline)) uint64_t digest_part(int copying, unsigned char *restrict dst, const unsigned char *restrict src, uint64_t size, uint64_t position) {
+    if (size == ROW_BYTES) {
+        if (copying) memcpy(dst, src, ROW_BYTES);
+        return digest_row(src, position);
+    }
+    if (copying) memcpy(dst, src, (size_t)size);
+    return digest_words(src, size, position);
+}
+
 /* `size` bytes that lie at byte `position` of the digest's space, copied to `dst` on the way if `copying`. */
 static inline __attribute__((always_inline)) uint64_t digest_run(int copying, unsigned char *restrict dst, const unsigned char *restrict src, uint64_t size, uint64_t position, Ahead read, Ahead write) {
     uint64_t total = 0;
     while (size > 0) {
         uint64_t step = ROW_BYTES - position % ROW_BYTES;
-        if (step == ROW_BYTES && size >= 2 * ROW_BYTES) { /* weighing sums takes longer than weighing the words of a row */
+        if (step == ROW_BYTES && size >= MANY_ROWS * ROW_BYTES) {
             uint64_t left = BLOCK_BYTES - position % BLOCK_BYTES;
             step = (size < left ? size : left) & ~(ROW_BYTES - 1);
             uint64_t num_rows = step / ROW_BYTES, below = (left - step) / ROW_BYTES;
             total += block_weight(position / BLOCK_BYTES) * (copying ? copy_rows(dst, src, num_rows, below, size, read, write) : read_rows(src, num_rows, below, size, read));
         } else {
             step = step < size ? step : size;
-            if (copying) memcpy(dst, src, (size_t)step);
-            total += digest_words(src, step, position);
+            total += digest_part(copying, dst, src, step, position);
         }
         src += step, position += step, size -= step;
         if (copying) dst += step;
     }
     return total;
+}
+
+/* Functions of their own again: walking short rows, few of which need these, keeps its registers. */
+static __attribute__((noinline)) uint64_t copy_digest_run(unsigned char *restrict dst, const unsigned char *restrict src, uint64_t size, uint64_t position) {
+    return digest_run(1, dst, src, size, position, read_on, write_on);
+}
+
+static __attribute__((noinline)) uint64_t read_digest_run(const unsigned char *restrict src, uint64_t size, uint64_t position) {
+    return digest_run(0, NULL, src, size, position, read_on, write_on);
 }
 
 static void digest_share(Share *share) {
@@ -325,7 +358,8 @@ static void copy_digest_share(Share *share) {
  * read from memory once. */
 enum { PLANE_DST, PLANE_SRC, PLANE_ROWS, PLANE_LENGTH, PLANE_DST_STRIDE, PLANE_SRC_STRIDE, PLANE_BUNDLE, PLANE_POSITION, PLANE_POSITION_STRIDE, PLANE_GROUP };
 
-#define FEW 4 /* planes that are looked ahead */
+#define FEW 16                        /* planes that are looked ahead */
+#define SHORT_ROW ((uint64_t)1 << 10) /* nothing inside a shorter row is looked ahead: what is next is another plane */
 
 typedef struct PlaneShare {
     const Columns *columns;
@@ -351,6 +385,56 @@ static inline uint64_t plane_row(const PlaneShare *share, Py_ssize_t i, uint64_t
     return share->copying ? digest_run(1, dst, src, length, position, read, write) : digest_run(0, NULL, src, length, position, read, write);
 }
 
+/* A short row. Most lie inside one row of the digest's space. */
+static inline __attribute__((always_inline)) uint64_t digest_short_row(int copying, unsigned char *restrict dst, const unsigned char *restrict src, uint64_t size, uint64_t position) {
+    if (position % ROW_BYTES + size <= ROW_BYTES) return digest_part(copying, dst, src, size, position);
+    return copying ? copy_digest_run(dst, src, size, position) : read_digest_run(src, size, position);
+}
+
+/* The first lines of a plane, which may be anywhere. */
+static inline __attribute__((always_inline)) void ask_for_plane(int copying, const PlaneShare *share, Py_ssize_t i) {
+    if (i >= share->columns->num_rows) return;
+    __builtin_prefetch((const void *)(uintptr_t)share->columns->column[PLANE_SRC][i]);
+    if (copying) __builtin_prefetch((const void *)(uintptr_t)share->columns->column[PLANE_DST][i], 1);
+}
+
+static inline int is_short(const Columns *columns, Py_ssize_t i) {
+    return columns->column[PLANE_ROWS][i] == 1 && columns->column[PLANE_LENGTH][i] < SHORT_ROW;
+}
+
+/* Planes of one short row each, from plane `i` on, which begins at byte `*position`; returns the plane after them.
+ * A bundle of single rows is walked in the order of its planes anyway. */
+static inline __attribute__((always_inline)) Py_ssize_t walk_short(int copying, int digesting, PlaneShare *share, Py_ssize_t i, uint64_t *position, uint64_t *sums) {
+    const Columns *columns = share->columns;
+    const uint64_t *dst = columns->column[PLANE_DST], *src = columns->column[PLANE_SRC], *length = columns->column[PLANE_LENGTH];
+    const uint64_t *where = columns->column[PLANE_POSITION], *group = columns->column[PLANE_GROUP];
+    uint64_t at = *position, walked = 0;
+    for (; i < columns->num_rows && is_short(columns, i) && at < share->end; at += length[i], i++) {
+        if (at < share->begin) continue;
+        ask_for_plane(copying, share, i + FEW);
+        unsigned char *into = (unsigned char *)(uintptr_t)dst[i];
+        const unsigned char *out = (const unsigned char *)(uintptr_t)src[i];
+        if (digesting && group[i] < share->num_sums) sums[group[i]] += digest_short_row(copying, into, out, length[i], where[i]);
+        else if (copying) copy_lines(0, into, out, length[i], read_on, write_on);
+        walked += length[i];
+    }
+    share->result += walked;
+    *position = at;
+    return i;
+}
+
+static __attribute__((noinline)) Py_ssize_t copy_short(PlaneShare *share, Py_ssize_t i, uint64_t *position) {
+    return walk_short(1, 0, share, i, position, NULL);
+}
+
+static __attribute__((noinline)) Py_ssize_t digest_short(PlaneShare *share, Py_ssize_t i, uint64_t *position, uint64_t *sums) {
+    return walk_short(0, 1, share, i, position, sums);
+}
+
+static __attribute__((noinline)) Py_ssize_t copy_digest_short(PlaneShare *share, Py_ssize_t i, uint64_t *position, uint64_t *sums) {
+    return walk_short(1, 1, share, i, position, sums);
+}
+
 static void *plane_share_run(void *argument) {
     PlaneShare *share = (PlaneShare *)argument;
     const Columns *columns = share->columns;
@@ -359,16 +443,19 @@ static void *plane_share_run(void *argument) {
     if (share->digesting && !sums) return NULL; /* the sums stay wrong, which is detected */
     uint64_t position = 0;
     for (Py_ssize_t first = 0, next; first < columns->num_rows && position < share->end; first = next) {
+        if (is_short(columns, first)) {
+            if (!sums) next = copy_short(share, first, &position);
+            else if (share->copying) next = copy_digest_short(share, first, &position, sums);
+            else next = digest_short(share, first, &position, sums);
+            continue;
+        }
         uint64_t width = 0;
         for (next = first; next < columns->num_rows && bundle[next] == bundle[first]; next++) width += length[next];
         uint64_t total = width * rows[first];
         if (total > 0 && position + total > share->begin) {
             uint64_t from = position < share->begin ? (share->begin - position + width - 1) / width : 0;
             uint64_t to = position + total > share->end ? (share->end - position + width - 1) / width : rows[first];
-            if (next + FEW < columns->num_rows) { /* short rows: their lines come from anywhere */
-                __builtin_prefetch((const void *)(uintptr_t)columns->column[PLANE_SRC][next + FEW]);
-                if (share->copying) __builtin_prefetch((const void *)(uintptr_t)columns->column[PLANE_DST][next + FEW], 1);
-            }
+            for (Py_ssize_t i = first; i < next; i++) ask_for_plane(share->copying, share, i + FEW);
             for (uint64_t row = from; row < to; row++) {
                 for (Py_ssize_t i = first; i < next; i++) {
                     uint64_t found = plane_row(share, i, row, width);

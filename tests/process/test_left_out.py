@@ -201,6 +201,8 @@ def test_an_engine_that_leaves_while_memory_is_opened_is_left_out():
         opening = leaves.hear(Open)
         first.send(Want(version=1))
         leaves.send(Leave())
+        for member in (first, second, stays):
+            member.open()
         for trainer in (first, second):
             assert [target.engine for target in trainer.hear(SendPlan).targets] in ([0], [])
         stays.hear(ReceivePlan)

@@ -15,10 +15,11 @@ from weft.codec.fp8 import Grid
 from weft.codec.grids import SCALINGS, BlockSpread, GridBoxes, HeldGrids
 from weft.core.geometry.planes import joined
 from weft.core.geometry.scaling import Scaling, block_sides, block_sides_of
-from weft.core.layout import GroupBuilder, Shard, group_ranks, shard_problem
+from weft.core.layout import GroupBuilder, Shard, Tensor, group_ranks, shard_problem
 from weft.core.layouts.box_recipe import TakenBoxes, recipe_of_boxes
-from weft.core.recipe import Op, Recipe
+from weft.core.recipe import Op, Piece, Recipe
 from weft.errors import CodecError, LayoutError
+from weft.runtime.compile.grids import needed_boxes
 from weft.runtime.control.held import HeldShard, HeldTable
 from weft.runtime.controller.admission import _check_shards
 
@@ -81,8 +82,8 @@ def test_a_recipe_of_boxes_is_that_of_their_pieces(ranks):
         return
     numbers = {rank: [i for i, row in enumerate(rows) if row[0] == rank] for rank in range(len(ranks))}
     expected = Recipe.from_pieces(
-        {rank: [taken.tensor(i) for i in mine] for rank, mine in numbers.items()},
-        {rank: [taken.piece(i) for i in mine] for rank, mine in numbers.items()},
+        {rank: [tensor_taken(taken, i) for i in mine] for rank, mine in numbers.items()},
+        {rank: [piece_taken(taken, i) for i in mine] for rank, mine in numbers.items()},
     )
     found = recipe_of_boxes(taken, num_ranks=len(ranks))
     assert (found.sources, found.engine.tensors) == (expected.sources, expected.engine.tensors)
@@ -95,6 +96,24 @@ def test_a_recipe_of_boxes_is_that_of_their_pieces(ranks):
         assert mine.dtype == theirs.dtype, name
         assert np.array_equal(mine, theirs), name
     assert found.engine.groups.members.tolist() == expected.engine.groups.members.tolist()
+
+
+def tensor_taken(taken: TakenBoxes, row: int) -> Tensor:
+    shape = tuple(taken.extent[row, : taken.num_dims[row]].tolist())
+    return Tensor(name=taken.names[taken.name[row]], dtype=taken.dtypes[taken.dtype[row]], shape=shape)
+
+
+def piece_taken(taken: TakenBoxes, row: int) -> Piece:
+    dims = int(taken.num_dims[row])
+    return Piece(
+        dst=taken.names[taken.name[row]],
+        source=taken.sources[taken.source[row]],
+        dst_lo=(0,) * dims,
+        extent=tuple(taken.extent[row, :dims].tolist()),
+        src_lo=tuple(taken.src_lo[row, : taken.src_dims[row]].tolist()),
+        axes=tuple(range(dims)),
+        op=Op(int(taken.op[row])),
+    )
 
 
 NUMBERS = st.sampled_from([-1, 0, 1, 2, 3, 8, 2**29 + 1, 2**31, 2**62])
@@ -271,3 +290,43 @@ def test_many_matrices_are_cast_as_each_of_them_would_be(dtypes):
         to = apart.ctypes.data + at
         cast.cast(src, stride, dtypes[0], to, to_stride, dtypes[1], rows=rows, columns=columns)
     assert together.tobytes() == apart.tobytes()
+
+
+SPANS = st.tuples(st.integers(0, 20), st.integers(1, 9)).map(lambda span: (span[0], span[0] + span[1]))
+RECTS = st.tuples(SPANS, SPANS).map(lambda spans: (spans[0][0], spans[1][0], spans[0][1], spans[1][1]))
+
+
+@given(
+    shards=st.lists(st.tuples(RECTS, st.integers(0, 3), st.integers(0, 3)), min_size=1, max_size=4),
+    sides=st.tuples(st.integers(1, 8), st.integers(1, 8)),
+    sent=st.lists(st.tuples(st.integers(0, 3), RECTS), max_size=8),
+)
+def test_blocks_that_are_needed_of_replicated_shards(shards, sides, sent):
+    """What is sent of a shard and what lies in a block that is cut at its border, and no rectangle inside another."""
+    side = np.array([sides] * len(shards))
+    mine = np.array([rect for rect, *_ in shards])
+    size = mine[:, 2:] + np.array([more for _, *more in shards])
+    sent = [(number, rect) for number, rect in sent if number < len(shards)]
+    shard = np.array([number for number, _ in sent], dtype=np.int64)
+    rects = np.array([rect for _, rect in sent], dtype=np.int64).reshape(-1, 4)
+    row, found = needed_boxes(mine, size, side, shard, rects)
+    assert row.tolist() == sorted(row.tolist())
+    for number, (top, left, bottom, right) in enumerate(mine.tolist()):
+        wanted = {
+            (i, j)
+            for i, j in itertools.product(range(top, bottom), range(left, right))
+            if any(
+                _is_cut(at, of, mine[number, dim::2], size[number, dim])
+                for dim, (at, of) in enumerate(zip((i, j), sides, strict=True))
+            )
+            or any(a <= i < c and b <= j < d for which, (a, b, c, d) in sent if which == number)
+        }
+        boxes = [set(itertools.product(range(a, c), range(b, d))) for a, b, c, d in found[row == number].tolist()]
+        assert set().union(*boxes) == wanted
+        assert not any(one <= other for one, other in itertools.permutations(boxes, 2))
+
+
+def _is_cut(at: int, side: int, span: np.ndarray, size: int) -> bool:
+    """Whether the block of a row or column reaches beyond the shard; the matrix may end inside a block."""
+    first, last = at // side * side, min((at // side + 1) * side, size)
+    return bool(first < span[0] or last > span[1])

@@ -42,7 +42,7 @@ def clock(monkeypatch) -> Clock:
 
 
 def members(*names: str, num_trainers: int = 2, num_engine_ranks: int = 2, ranks_per_engine: int = 1) -> Membership:
-    """A membership of two trainers and two engine ranks, in which these have joined; with all of them a round begins."""
+    """A membership of two trainers and two engine ranks in which these have joined; with all of them a round begins."""
     numbers = Numbers(
         num_trainers=num_trainers,
         num_engine_ranks=num_engine_ranks,

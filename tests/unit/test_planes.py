@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -95,6 +96,43 @@ def test_runs_are_the_same_walk(matrix):
         for to, start, size in zip(dst.tolist(), src.tolist(), length.tolist(), strict=True):
             ctypes.memmove(to, start, size)
     assert np.array_equal(np.concatenate(targets, axis=1), matrix)
+
+
+@pytest.mark.parametrize("num_threads", [1, 2, 5])
+def test_single_rows_of_all_sizes_are_copied_and_digested_like_in_numpy(num_threads, monkeypatch):
+    """Short rows have a way of their own through the C code, among them rows that are long, several, or empty."""
+    rng = np.random.default_rng(3)
+    length = rng.choice([0, 1, 8, 16, 63, 64, 65, 127, 128, 191, 192, 256, 1000, 1023, 1024, 1025, 5000], 4000)
+    rows = np.where(rng.random(4000) < 0.05, 3, 1)
+    begin = np.cumsum(rows * length) - rows * length
+    data = rng.integers(0, 256, int((rows * length).sum()) + 8, dtype=np.uint8)
+    moved = rng.integers(0, 64, 4000) * rng.integers(0, 2, 4000)
+    order, group = rng.permutation(4000), rng.integers(0, 4, 4000)
+
+    def table(target: np.ndarray) -> Planes:
+        columns = {
+            "dst": target.ctypes.data + begin,
+            "src": data.ctypes.data + begin + (begin > 0) * 3,
+            "rows": rows,
+            "length": length,
+            "dst_stride": length,
+            "src_stride": length,
+            "position": (begin + 63) // 64 * 64 + moved,
+            "position_stride": length + 64,
+            "group": group,
+        }
+        return Planes(**{name: column[order].astype(np.uint64) for name, column in columns.items()})
+
+    found, expected, copied = (np.zeros_like(data) for _ in range(3))
+    digests = native.copy_digest_planes(table(found), num_groups=3, num_threads=num_threads)
+    whole = native.digest_planes(replace(table(found), group=None), num_threads=num_threads)
+    assert native.copy_planes(table(copied), num_threads=num_threads) == table(copied).num_bytes
+    monkeypatch.setattr(native, "_native", None)
+    monkeypatch.setattr(native, "_said", True)
+    assert native.copy_digest_planes(table(expected), num_groups=3) == digests
+    assert native.digest_planes(replace(table(found), group=None)) == whole
+    assert np.array_equal(found, expected)
+    assert np.array_equal(copied, expected)
 
 
 def test_no_planes_are_no_work():

@@ -78,6 +78,15 @@ def test_scales_are_followed_as_well(as_boxes):
     assert found.amax_bytes == plan.amax_bytes
 
 
+@pytest.mark.parametrize("dtype", ["bf16", "fp8-block128"])
+def test_engine_ranks_may_report_boxes_and_others_whole_tensors(dtype):
+    plan = saved("qwen3-moe", engine="tp2", dtype=dtype)
+    boxes, named = (engine_joins(plan, as_boxes=as_boxes) for as_boxes in (True, False))
+    found = followed(plan, None, {0: boxes[0], 1: named[1]})
+    assert np.array_equal(found.pair_bytes, plan.pair_bytes)
+    assert len(found.recipe.engine.tensors) > len(plan.recipe.engine.tensors), "boxes of fused tensors are apart"
+
+
 def test_what_arrives_is_what_the_plan_means():
     plan = saved("qwen3-moe", engine="ep2")
     weights = random_checkpoint(plan, 0)

@@ -8,7 +8,7 @@ The same recipe as `Recipe.from_pieces` gives for one piece per tensor, at the s
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,7 +17,7 @@ from weft.core.geometry.boxes import Ints, pad_dims, row_major_strides
 from weft.core.geometry.fingerprint import by_appearance, distinct_rows
 from weft.core.geometry.scaling import Scaling
 from weft.core.layout import Layout, Tensor, group_ranks, tensors_of
-from weft.core.recipe import Op, Piece, Recipe
+from weft.core.recipe import Recipe
 from weft.errors import LayoutError
 
 Int64s = NDArray[np.int64]
@@ -46,24 +46,6 @@ class TakenBoxes:
     def __len__(self) -> int:
         return len(self.rank)
 
-    def tensor(self, row: int) -> Tensor:
-        """One of the tensors."""
-        shape = tuple(self.extent[row, : self.num_dims[row]].tolist())
-        return Tensor(name=self.names[self.name[row]], dtype=self.dtypes[self.dtype[row]], shape=shape)
-
-    def piece(self, row: int) -> Piece:
-        """The only piece of one of the tensors."""
-        dims = int(self.num_dims[row])
-        return Piece(
-            dst=self.names[self.name[row]],
-            source=self.sources[self.source[row]],
-            dst_lo=(0,) * dims,
-            extent=tuple(self.extent[row, :dims].tolist()),
-            src_lo=tuple(self.src_lo[row, : self.src_dims[row]].tolist()),
-            axes=tuple(range(dims)),
-            op=Op(int(self.op[row])),
-        )
-
     def tensors(self, rows: Ints) -> tuple[Tensor, ...]:
         """Several of the tensors."""
         names = (self.names[number] for number in self.name[rows].tolist())
@@ -77,30 +59,26 @@ def recipe_of_boxes(
 
     `num_ranks` counts the ranks of all replicas. `scaling`: see `Recipe.from_pieces`.
     """
+    recipe = replace(unchecked_recipe(taken, num_ranks=num_ranks), num_replicas=num_replicas)
+    recipe.check_cover()
+    recipe.check_scales()
+    return recipe.with_scaling(scaling or {})
+
+
+def unchecked_recipe(taken: TakenBoxes, *, num_ranks: int) -> Recipe:
+    """The same, for callers that add other tensors before they check it."""
     if not len(taken):
         raise LayoutError("the engine ranks are invalid", problems=("no engine rank has a tensor",))
     numbers = (taken.name, taken.source, taken.dtype, taken.num_dims, taken.src_dims, taken.op)
     _, same = distinct_rows(np.concatenate([np.stack(numbers, axis=1), taken.extent, taken.src_lo], axis=1))
     first, row = by_appearance(same)
     order = np.argsort(row, kind="stable")
-    groups, group_of = group_ranks(row[order], taken.rank[order])
     width = max(int(taken.num_dims.max()), int(taken.src_dims.max()))
     extent, src_lo = (_as_wide(column, width, fill)[first] for column, fill in ((taken.extent, 1), (taken.src_lo, 0)))
     count = np.arange(len(first), dtype=np.int32)
     used, src = by_appearance(taken.source[first])
-    engine = Layout(
-        side="engine",
-        num_ranks=num_ranks,
-        tensors=taken.tensors(first),
-        tensor_of=count,
-        group_of=group_of,
-        lo=np.zeros_like(extent),
-        extent=extent,
-        strides=row_major_strides(extent),
-        groups=groups,
-    )
-    recipe = Recipe(
-        engine=engine,
+    return Recipe(
+        engine=whole_tensors(taken.tensors(first), extent, row[order], taken.rank[order], num_ranks=num_ranks),
         sources=tuple(taken.sources[number] for number in taken.source[first][used].tolist()),
         dst=count,
         src=src.astype(np.int32),
@@ -109,12 +87,26 @@ def recipe_of_boxes(
         extent=extent,
         src_lo=src_lo,
         axes=np.where(np.arange(width) < taken.num_dims[first][:, None], np.arange(width), -1),
-        num_replicas=num_replicas,
         src_dims=taken.src_dims[first].astype(np.int8),
     )
-    recipe.check_cover()
-    recipe.check_scales()
-    return recipe.with_scaling(scaling or {})
+
+
+def whole_tensors(
+    tensors: tuple[Tensor, ...], extent: Int64s, tensor: Int64s, rank: Int64s, *, num_ranks: int
+) -> Layout:
+    """Whole tensors of these extents: pair i says that `rank[i]` has `tensor[i]`, numbers in ascending order."""
+    groups, group_of = group_ranks(tensor, rank)
+    return Layout(
+        side="engine",
+        num_ranks=num_ranks,
+        tensors=tensors,
+        tensor_of=np.arange(len(tensors), dtype=np.int32),
+        group_of=group_of,
+        lo=np.zeros_like(extent),
+        extent=extent,
+        strides=row_major_strides(extent),
+        groups=groups,
+    )
 
 
 def _as_wide(column: Int64s, width: int, fill: int) -> Int64s:

@@ -3,16 +3,12 @@ holders exchange them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import cache
-
 import numpy as np
 from numpy.typing import NDArray
 
-from weft.codec.fp8 import Grid
 from weft.codec.grids import SCALINGS, GridBoxes, HeldGrids
 from weft.core.geometry.boxes import Ints
-from weft.core.geometry.fingerprint import distinct
+from weft.core.geometry.fingerprint import distinct, distinct_rows
 from weft.core.plans.plan import Plan
 from weft.core.recipe import Op
 from weft.core.streams.exchange import ScaleGroups
@@ -22,8 +18,6 @@ from weft.runtime.control.columns import expand, squeeze
 from weft.runtime.weights import Weights
 
 Int64s = NDArray[np.int64]
-_Rect = tuple[tuple[int, int], tuple[int, int]]
-"""First row and column, and those just past the last."""
 
 
 def trainer_grids(plan: Plan, groups: ScaleGroups, trainer: int, shard_number: RowNumbers) -> TrainerGrids:
@@ -48,18 +42,17 @@ def trainer_grids(plan: Plan, groups: ScaleGroups, trainer: int, shard_number: R
 
 
 def _shared_boxes(plan: Plan, trainer: int, shards: Ints, number: Int64s, shard_number: RowNumbers) -> Int64s:
-    """Boxes of shards that others hold too. What is needed of identical shards is computed once."""
-    layout, needed = plan.trainer, cache(_needed)
-    tensor = layout.tensor_of[shards]
-    sent = _sent_boxes(plan, trainer) if len(shards) else {}
-    scaling = plan.recipe.scaling_numbers(layout)[tensor]
-    columns = (tensor, shard_number[shards], number[tensor], scaling, layout.shapes[tensor, :2])
-    boxes = (layout.lo[shards, :2], layout.extent[shards, :2])
-    found: list[tuple[int, ...]] = []
-    for of, shard, mine, kind, size, lo, extent in zip(*(c.tolist() for c in (*columns, *boxes)), strict=True):
-        for first, last in needed((*size, kind), _rect(lo, extent), tuple(sent.get(of, ()))):
-            found.append((mine, shard, *first, last[0] - first[0], last[1] - first[1]))
-    return np.array(found, dtype=np.int64).reshape(-1, 6)
+    """Boxes of shards that others hold too."""
+    if not len(shards):
+        return np.zeros((0, 6), dtype=np.int64)
+    layout, tensor = plan.trainer, plan.trainer.tensor_of[shards]
+    sides = plan.recipe.block_sides(layout)[:, :2]
+    of, sent = _sent_boxes(plan, trainer, sides)
+    shard, taken = _pairs(tensor, of)
+    mine = _rects(layout.lo[shards, :2], layout.extent[shards, :2])
+    row, needed = needed_boxes(mine, layout.shapes[tensor, :2], sides[tensor], shard, sent[taken])
+    names = np.stack([number[tensor[row]], shard_number[shards[row]]], axis=1)
+    return np.concatenate([names, needed[:, :2], needed[:, 2:] - needed[:, :2]], axis=1)
 
 
 class TrainerGrids:
@@ -116,60 +109,70 @@ def held_grids(data: bytes, weights: Weights) -> HeldGrids:
     )
 
 
-def _sent_boxes(plan: Plan, trainer: int) -> dict[int, list[_Rect]]:
-    """What a trainer sends of each quantised matrix, in elements; scales count as the blocks they belong to."""
-    rows = np.unique(np.searchsorted(plan.first, np.flatnonzero(plan.sender == trainer), side="right") - 1)
-    op = plan.recipe.op[plan.piece[rows]]
-    rows = rows[(op == Op.QUANTIZE) | (op == Op.SCALE)]
-    tensor = plan.row_boxes.weight[rows]
-    is_scale = (plan.recipe.op[plan.piece[rows]] == Op.SCALE)[:, None]
-    side = np.where(is_scale, plan.recipe.block_sides(plan.trainer)[tensor, :2], 1)
-    first, extent = plan.src_lo[rows, :2] * side, plan.src_extent[rows, :2] * side
-    found: dict[int, list[_Rect]] = {}
-    for number, lo, size in zip(tensor.tolist(), first.tolist(), extent.tolist(), strict=True):
-        found.setdefault(number, []).append(_rect(lo, size))
-    return found
+def _sent_boxes(plan: Plan, trainer: int, sides: Ints) -> tuple[Int64s, Int64s]:
+    """What a trainer sends of quantised matrices, in whole blocks: tensors in ascending order, and rectangles.
 
-
-def _needed(matrix: tuple[int, int, int], mine: _Rect, sent: tuple[_Rect, ...]) -> list[_Rect]:
-    """For a shard that others hold too: the blocks of what is sent, and those at its borders, which others may need.
-
-    `matrix`: its rows and columns, and which of its elements share a scale.
+    Scales count as the blocks they belong to. `sides`: of the blocks of each trainer tensor.
     """
-    grid = Grid(rows=matrix[0], columns=matrix[1], scaling=SCALINGS[matrix[2]])
-    (top, left), (bottom, right) = mine
-    height, width = grid.block
-    edges = [
-        ((top, left), (min(-(-top // height) * height, bottom), right)) if top % height else None,
-        ((max(bottom // height * height, top), left), mine[1]) if bottom % height and bottom < grid.rows else None,
-        ((top, left), (bottom, min(-(-left // width) * width, right))) if left % width else None,
-        ((top, max(right // width * width, left)), mine[1]) if right % width and right < grid.columns else None,
-    ]
-    wanted = [_intersect(rect, mine) for rect in (*edges, *(_hull(grid, box) for box in sent)) if rect is not None]
-    kept: list[_Rect] = []
-    for rect in sorted({rect for rect in wanted if rect is not None}, key=_area, reverse=True):
-        if not any(_intersect(rect, larger) == rect for larger in kept):
-            kept.append(rect)
-    return kept
+    routes = np.flatnonzero(plan.sender == trainer)
+    rows = distinct(np.searchsorted(plan.first, routes, side="right") - 1, plan.num_rows)
+    op = plan.recipe.op[plan.piece[rows]]
+    rows, op = (column[(op == Op.QUANTIZE) | (op == Op.SCALE)] for column in (rows, op))
+    tensor = plan.row_boxes.weight[rows]
+    unit = np.where((op == Op.SCALE)[:, None], sides[tensor], 1)
+    rects = _rects(plan.src_lo[rows, :2] * unit, plan.src_extent[rows, :2] * unit)
+    side = np.tile(sides[tensor], 2)
+    rects = np.where(np.arange(4) < 2, rects // side, -(-rects // side)) * side
+    found, _ = distinct_rows(np.concatenate([tensor[:, None], rects], axis=1))
+    found = found[np.argsort(found[:, 0])]
+    return found[:, 0], found[:, 1:]
 
 
-def _area(rect: _Rect) -> int:
-    return (rect[1][0] - rect[0][0]) * (rect[1][1] - rect[0][1])
+def needed_boxes(mine: Int64s, size: Int64s, side: Int64s, shard: Int64s, sent: Int64s) -> tuple[Int64s, Int64s]:
+    """For shards that others hold too: the blocks of what is sent, and those at their borders, which others may need.
+
+    `mine`, `size` and `side` of each shard: its rectangle, the matrix and its blocks. `shard` and `sent`: rectangles
+    of whole blocks, and the shard each is sent of. Returns the number of a shard, and a rectangle of it; no rectangle
+    lies inside another one.
+    """
+    rows, rects = [shard], [sent]
+    for dim in (0, 1):
+        first, last = mine[:, dim], mine[:, dim + 2]
+        starts_inside = np.flatnonzero(first % side[:, dim])
+        ends_inside = np.flatnonzero((last % side[:, dim] > 0) & (last < size[:, dim]))
+        head, tail = mine[starts_inside], mine[ends_inside]
+        head[:, dim + 2] = -(-head[:, dim] // side[starts_inside, dim]) * side[starts_inside, dim]
+        tail[:, dim] = tail[:, dim + 2] // side[ends_inside, dim] * side[ends_inside, dim]
+        rows += [starts_inside, ends_inside]
+        rects += [head, tail]
+    row, rect = np.concatenate(rows), np.concatenate(rects)
+    rect = np.concatenate([np.maximum(rect[:, :2], mine[row, :2]), np.minimum(rect[:, 2:], mine[row, 2:])], axis=1)
+    is_there = (rect[:, :2] < rect[:, 2:]).all(axis=1)
+    return _largest(row[is_there], rect[is_there])
 
 
-def _hull(grid: Grid, rect: _Rect) -> _Rect:
-    """The blocks a rectangle touches."""
-    sides = grid.block
-    first = (rect[0][0] // sides[0] * sides[0], rect[0][1] // sides[1] * sides[1])
-    return first, (-(-rect[1][0] // sides[0]) * sides[0], -(-rect[1][1] // sides[1]) * sides[1])
+def _largest(row: Int64s, rect: Int64s) -> tuple[Int64s, Int64s]:
+    """Rectangles that do not lie inside another one of the same row; rows in ascending order."""
+    area = (rect[:, 2:] - rect[:, :2]).prod(axis=1)
+    order = np.lexsort((*rect.T, -area, row))
+    row, rect = row[order], rect[order]
+    place = np.arange(len(row)) - np.searchsorted(row, row)
+    inside = np.zeros(len(row), dtype=bool)
+    for distance in range(1, 1 + int(place.max(initial=0))):  # only larger ones, which come before it, can contain it
+        after = np.flatnonzero(place >= distance)
+        before = rect[after - distance]
+        inside[after] |= ((before[:, :2] <= rect[after, :2]) & (before[:, 2:] >= rect[after, 2:])).all(axis=1)
+    return row[~inside], rect[~inside]
 
 
-def _intersect(a: _Rect, b: _Rect) -> _Rect | None:
-    first = (max(a[0][0], b[0][0]), max(a[0][1], b[0][1]))
-    last = (min(a[1][0], b[1][0]), min(a[1][1], b[1][1]))
-    return (first, last) if first[0] < last[0] and first[1] < last[1] else None
+def _pairs(wanted: Ints, numbers: Int64s) -> tuple[Int64s, Int64s]:
+    """Places of equal numbers in both columns, the second of which is in ascending order."""
+    first, last = (np.searchsorted(numbers, wanted, side=side) for side in ("left", "right"))
+    count = last - first
+    place = np.repeat(np.arange(len(wanted)), count)
+    return place, np.arange(len(place)) + np.repeat(first - (np.cumsum(count) - count), count)
 
 
-def _rect(lo: Sequence[int], extent: Sequence[int]) -> _Rect:
-    first = (lo[0], lo[1])
-    return first, (first[0] + extent[0], first[1] + extent[1])
+def _rects(lo: Ints, extent: Ints) -> Int64s:
+    """First row and column, and those just past the last."""
+    return np.concatenate([lo, lo + extent], axis=1).astype(np.int64)

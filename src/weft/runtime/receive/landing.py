@@ -148,7 +148,9 @@ class Landing:
         self.steps: tuple[Planes, ...] = ()
         """The steps that make a staged version visible, in order; none if it is already in place."""
         if landing is not None:
-            self.steps = (joined(tables), *([joined(bounces)] if bounces else []))
+            scatter = joined(tables)
+            scatter = scatter.take(np.argsort(scatter.dst))  # parts of one tensor, from several trainers, go together
+            self.steps = (scatter, *([joined(bounces)] if bounces else []))
 
     def _landed(self, stream: LinkStream, at: int | None) -> list[Planes]:
         tensors = stream.boxes.tensors
