@@ -118,10 +118,10 @@ def test_versions_beside_the_weights_are_scattered_by_a_commit():
     ]
     (step,) = landing.steps
     assert ways(step) == [
-        (BESIDE + 512, T, 32),
         (BESIDE + 1024, A, 64),
         (BESIDE + 1088, A + 64, 64),
-    ]
+        (BESIDE + 512, T, 32),
+    ], "in the order of places"
     assert positions(landing.arriving[1]) == [0, 64], "digests do not depend on where a version lies"
 
 

@@ -19,7 +19,7 @@ from weft.core.geometry.planes import num_runs
 from weft.core.recipe import Op
 from weft.core.streams.pair_links import PairLinks
 from weft.core.streams.row_boxes import RowBoxes
-from weft.core.streams.stream import Path, StreamBoxes, cut_streams, paths_of
+from weft.core.streams.stream import Path, StreamBoxes, cut_streams, paths_of, written_whole
 
 if TYPE_CHECKING:
     from weft.core.plans.plan import Plan
@@ -105,7 +105,9 @@ def _sender_chunks(
     num_engines = links.is_mapped.shape[1]
     to = chunks.stream % num_engines
     is_mapped, num_slots = links.is_mapped[sender, to], links.num_slots[sender, to]
-    is_whole = is_packed & ((~is_mapped & links.lands_in_stream) | (num_slots > 0))
+    is_whole = written_whole(
+        chunks.path, is_mapped=is_mapped, num_slots=num_slots, lands_in_stream=links.lands_in_stream
+    )
     return {
         "sender": np.full(len(chunks), sender),
         "receiver": to,

@@ -25,6 +25,7 @@ from weft.core.geometry.boxes import Ints
 from weft.core.geometry.planes import coordinates_of
 
 Int64s = NDArray[np.int64]
+Bools = NDArray[np.bool_]
 UNIT_ALIGN = 16
 SECTION_ALIGN = 64
 _SECTIONS = 4
@@ -102,6 +103,14 @@ def paths_of(
     own. `run_bytes`: bytes next to each other in the source and where they land."""
     straight = np.where(is_mapped, Path.DIRECT, np.where(run_bytes >= min_run_bytes, Path.ZERO_COPY, Path.PACKED))
     return np.where(is_copy, straight, Path.PACKED).astype(np.int64)
+
+
+def written_whole(
+    path: Ints, *, is_mapped: Bools | bool, num_slots: Ints | int, lands_in_stream: bool
+) -> NDArray[np.bool_]:
+    """Whether Chunks are one write each, in stream order and with their gaps."""
+    keeps_order = np.logical_and(lands_in_stream, np.logical_not(is_mapped)) | (np.asarray(num_slots) > 0)
+    return np.asarray((path == Path.PACKED) & keeps_order)
 
 
 def cut_streams(boxes: StreamBoxes, *, chunk_bytes: int | Ints) -> tuple[Units, ChunkColumns]:

@@ -12,6 +12,7 @@ Nothing here is done tensor by tensor: columns go in, tables of planes come out.
 from __future__ import annotations
 
 import itertools
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,11 +22,11 @@ from weft.codec.delta import ImageRows
 from weft.codec.image import ImageLayout, Section
 from weft.core.geometry.alignment import aligned
 from weft.core.geometry.boxes import contiguous_run, row_major_strides
-from weft.core.geometry.planes import PlaneColumns, Planes, num_runs, planes_of
+from weft.core.geometry.planes import PlaneColumns, Planes, planes_of
 from weft.core.recipe import Op
 from weft.core.streams.carriage import Carriage
 from weft.core.streams.send_order import Floats, due_of
-from weft.core.streams.stream import UNIT_ALIGN, Path, StreamBoxes, cut_streams, paths_of
+from weft.core.streams.stream import UNIT_ALIGN, Path, StreamBoxes, cut_streams, paths_of, written_whole
 from weft.runtime.compile.link_boxes import LinkBoxes
 
 Int64s = NDArray[np.int64]
@@ -75,17 +76,21 @@ class LinkStream:
         """Bytes of the stream, with its gaps."""
         return int(self.chunks.num_bytes.sum())
 
-    @property
-    def chunk_wire_bytes(self) -> Int64s:
-        """Bytes on the wire for each Chunk of a version that is sent whole: gaps only where a Chunk is one write."""
-        whole = (self.chunks.path == Path.PACKED) & self.is_written_whole
-        return np.where(whole, self.chunks.num_bytes, self.chunks.payload)
+    @cached_property
+    def is_written_whole(self) -> NDArray[np.bool_]:
+        """For each Chunk: whether it is one write, in stream order."""
+        carriage = self.carriage
+        return written_whole(
+            self.chunks.path,
+            is_mapped=carriage.is_mapped,
+            num_slots=carriage.num_slots,
+            lands_in_stream=carriage.lands_in_stream,
+        )
 
     @property
-    def is_written_whole(self) -> bool:
-        """Whether a packed Chunk is one write, in stream order."""
-        carriage = self.carriage
-        return (carriage.lands_in_stream and not carriage.is_mapped) or carriage.num_slots > 0
+    def chunk_wire_bytes(self) -> Int64s:
+        """Bytes on the wire for each Chunk of a version that is sent whole."""
+        return np.where(self.is_written_whole, self.chunks.num_bytes, self.chunks.payload)
 
     @property
     def slot_bytes(self) -> int:
@@ -110,16 +115,6 @@ class LinkStream:
     def slot(self, chunk: int) -> int:
         """Where a packed Chunk lies in the link's part of the window."""
         return chunk % self.carriage.num_slots * self.slot_bytes
-
-    @property
-    def num_writes(self) -> int:
-        """One-sided writes of a version that is sent whole; for links that use descriptors."""
-        straight = self.chunks.path[self.units.chunk] != Path.PACKED
-        landed = self._compact if self.carriage.lands_in_stream else self._dst_strides
-        runs = num_runs(self.units.extent, self._src_strides, landed)[straight].sum()
-        if self.is_written_whole:
-            return int(runs) + self.num_packed
-        return int(runs) + int(num_runs(self.units.extent, self._compact, landed)[~straight].sum())
 
     # Strides and addresses of units
 

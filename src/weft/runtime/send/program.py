@@ -225,9 +225,9 @@ class SendProgram:
             return DirectBatch(peer=link.peer, chunks=(), num_there=int(payload))
         table = program.parcels[chunk].moved(src=place)
         carriage, stream = program.target.carriage, program.stream
-        if not stream.is_written_whole:
-            return self._parcel(link, [table])
         number = stream.num_straight + chunk
+        if not stream.is_written_whole[number]:
+            return self._parcel(link, [table])
         begin = stream.slot(chunk) if carriage.num_slots else int(stream.chunks.begin[number])
         size = int(stream.chunks.num_bytes[number])
         src, dst, length = (np.array([n], dtype=np.uint64) for n in (place, program.target.stream + begin, size))
