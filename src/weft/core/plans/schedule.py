@@ -88,14 +88,13 @@ def make_schedule(plan: Plan, *, phase_of_row: Ints | None = None, chunk_bytes: 
         share=(chunks.room / size)[order],
         turn=turn[order],
         starts=np.searchsorted(sender, np.arange(topology.num_trainers + 1)),
-        num_slots=_num_slots(plan, chunk_bytes),
+        num_slots=_num_slots(plan, chunks),
     )
 
 
-def _num_slots(plan: Plan, chunk_bytes: int) -> int:
-    """How many of the largest Chunks a sender may hold."""
-    largest = max(int(plan.links.chunk_bytes.max(initial=1)), chunk_bytes)
-    return max(plan.settings.staging_bytes_on(plan.trainer_memory) // largest, 2)
+def _num_slots(plan: Plan, chunks: PlanChunks) -> int:
+    """How many of the largest Chunks a sender may hold; two of those that were made larger than its memory."""
+    return max(plan.settings.staging_bytes_on(plan.trainer_memory) // int(chunks.room.max(initial=1)), 2)
 
 
 def _stream_bytes(chunks: PlanChunks, plan: Plan) -> NDArray[np.float64]:
