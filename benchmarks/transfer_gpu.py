@@ -17,10 +17,9 @@ CASES = (
     ("--model", "qwen3-30b-a3b", "--layers", "20", "--precision", "bf16", "--mode", "patch", "--no-baselines"),
     ("--model", "qwen3-8b", "--precision", "bf16", "--engine-ranks", "2", "--mode", "in_place"),
     ("--model", "qwen3-8b", "--precision", "bf16", "--engine-ranks", "8", "--mode", "in_place"),
-    (
-        "--model",
-        "qwen2.5-0.5b",
-    ),
+    ("--model", "qwen2.5-0.5b"),
+    ("--model", "qwen2.5-0.5b", "--mode", "in_place", "--host", "trainer"),
+    ("--model", "qwen2.5-0.5b", "--mode", "in_place", "--host", "engine"),
 )
 
 if __name__ == "__main__":

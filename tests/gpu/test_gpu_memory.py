@@ -17,6 +17,8 @@ if not torch.cuda.is_available():
 from weft import native  # noqa: E402
 from weft.errors import PeerLost, RegistrationError  # noqa: E402
 from weft.gpu import GpuWork  # noqa: E402
+from weft.gpu.memory import device_view  # noqa: E402
+from weft.runtime.memory import brought, own_memory  # noqa: E402
 from weft.transport.registry import is_installed, open_transport  # noqa: E402
 
 pytestmark = pytest.mark.gpu
@@ -52,6 +54,35 @@ def test_copies_and_digests_equal_the_cpu_reference(align):
     assert np.array_equal(target.cpu().numpy(), expected)
     assert digest == total % (1 << 64)
     assert work.digest(columns[0], columns[2], columns[3]) == digest
+
+
+def test_bytes_brought_to_a_busy_device_are_what_was_sent():
+    sent = np.random.default_rng(0).integers(1, 256, NUM_BYTES, dtype=np.uint8)
+    torch.cuda._sleep(1 << 30)  # half a second, on the stream of whoever calls
+    found = [brought("cuda:0", sent.ctypes.data, NUM_BYTES) for _ in range(3)]
+    torch.cuda.synchronize()  # nothing that was queued may overwrite it
+    for memory in found:
+        assert np.array_equal(device_view(memory.address, NUM_BYTES, torch.device("cuda:0")).cpu().numpy(), sent)
+
+
+def test_memory_that_versions_land_in_is_not_pytorchs():
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_reserved(), torch.cuda.mem_get_info()[0]
+    memory = own_memory("cuda:0", 1 << 30)
+    assert torch.cuda.memory_reserved() == before[0]
+    assert before[1] - torch.cuda.mem_get_info()[0] >= 1 << 30
+    assert not device_view(memory.address, 1 << 30, torch.device("cuda:0")).any()
+    del memory
+    assert torch.cuda.mem_get_info()[0] > before[1] - (1 << 29)
+
+
+def test_memory_that_is_not_there_is_refused_with_both_figures():
+    kept = torch.empty(int(torch.cuda.mem_get_info()[0] * 0.6), dtype=torch.uint8, device="cuda")
+    num_bytes = kept.numel()
+    del kept  # PyTorch keeps it for later: it is given back when it is needed
+    own_memory("cuda:0", num_bytes)
+    with pytest.raises(MemoryError, match=r"1000000\.000 GB of memory are needed on cuda:0, [0-9.]+ GB are free"):
+        own_memory("cuda:0", 10**15)
 
 
 def _serve(pipe: Any, kind: str) -> None:

@@ -58,9 +58,10 @@ class GpuWork:
         """Planes made of columns, for as long as the columns live."""
 
     def allocate(self, num_bytes: int) -> torch.Tensor:
-        """Device memory, as bytes. Raises MemoryError."""
+        """Zeroed device memory, as bytes, for work on this object's stream. Raises MemoryError."""
         try:
-            return torch.zeros(num_bytes, dtype=torch.uint8, device=self.device)
+            with self.stream():  # zeros on another stream might come after what is written there
+                return torch.zeros(num_bytes, dtype=torch.uint8, device=self.device)
         except torch.OutOfMemoryError as error:
             free = torch.cuda.mem_get_info(self.device)[0]
             needed = f"{num_bytes / 1e9:.3f} GB of memory are needed on {self.device}"

@@ -6,6 +6,8 @@ import ctypes
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -13,7 +15,11 @@ from weft.core.geometry.planes import rows_as_planes
 from weft.devices import CPU
 from weft.transport.base import Memory, ordinary_memory
 from weft.transport.cuda_driver import CudaDriver
+from weft.transport.device_memory import device_memory
 from weft.transport.pages import Pages
+
+if TYPE_CHECKING:
+    from weft.gpu import GpuWork
 
 
 def trim_heap() -> None:
@@ -27,9 +33,11 @@ def own_memory(device: str, num_bytes: int, *, on_host: bool = False) -> Memory:
     """Zeroed memory. `on_host`: pinned host memory, where the device is a GPU."""
     if device == CPU:
         return ordinary_memory(num_bytes)
-    from weft.gpu import GpuWork, pinned_memory  # noqa: PLC0415 - torch and Triton only where there is a GPU
+    if not on_host:
+        return device_memory(int(device.partition(":")[2]), num_bytes)
+    from weft.gpu import pinned_memory  # noqa: PLC0415 - torch only where there is a GPU
 
-    made = pinned_memory(num_bytes) if on_host else GpuWork(int(device.partition(":")[2])).allocate(num_bytes)
+    made = pinned_memory(num_bytes)
     return Memory(address=made.data_ptr(), num_bytes=num_bytes, keep=made)
 
 
@@ -51,13 +59,19 @@ def pinned(memory: Memory) -> Memory:
 
 def brought(device: str, address: int, num_bytes: int) -> Memory:
     """A copy on a GPU of bytes in host memory."""
-    from weft.gpu import GpuWork  # noqa: PLC0415 - torch and Triton only where there is a GPU
-
-    work = GpuWork(int(device.partition(":")[2]))
+    work = _bringing(device)
     made = work.allocate(num_bytes)
     dst, src, length = (np.array([value], dtype=np.uint64) for value in (made.data_ptr(), address, num_bytes))
     work.copy_from_host(rows_as_planes(dst=dst, src=src, length=length))
     return Memory(address=made.data_ptr(), num_bytes=num_bytes, keep=made)
+
+
+@cache
+def _bringing(device: str) -> GpuWork:
+    """One stream for all copies: memory that was used on one is not used on another."""
+    from weft.gpu import GpuWork  # noqa: PLC0415 - torch and Triton only where there is a GPU
+
+    return GpuWork(int(device.partition(":")[2]))
 
 
 class Placeholder:

@@ -65,6 +65,19 @@ class CudaDriver:
         self._call("cuMemAlloc_v2", ctypes.byref(pointer), ctypes.c_size_t(num_bytes))
         return pointer.value
 
+    def clear(self, pointer: int, num_bytes: int) -> None:
+        """Fill it with zeros, and wait until it is."""
+        self._call("cuCtxSetCurrent", self._context)
+        self._call("cuMemsetD8_v2", ctypes.c_uint64(pointer), ctypes.c_ubyte(0), ctypes.c_size_t(num_bytes))
+        self._call("cuCtxSynchronize")
+
+    def free_bytes(self) -> int:
+        """Memory of the device that nobody has."""
+        self._call("cuCtxSetCurrent", self._context)
+        free, total = ctypes.c_size_t(), ctypes.c_size_t()
+        self._call("cuMemGetInfo_v2", ctypes.byref(free), ctypes.byref(total))
+        return free.value
+
     def free(self, pointer: int) -> None:
         """Free it."""
         self._call("cuCtxSetCurrent", self._context)

@@ -30,6 +30,7 @@ from weft.transport.base import (
 )
 from weft.transport.capabilities import CAPABILITIES
 from weft.transport.cuda_driver import CudaDriver
+from weft.transport.device_memory import device_memory
 from weft.transport.host import CELL_BYTES, LivingProcess, ProcessIdentity
 from weft.transport.mapped import MappedTransport
 from weft.transport.shm import SharedMemory
@@ -74,6 +75,7 @@ class CudaIpcTransport(MappedTransport[_Peer]):
 
         super().__init__(member, writer=writer, num_threads=num_threads)
         index = int(device.partition(":")[2] or 0)
+        self._index = index
         self._driver = CudaDriver(index)
         self._work = GpuWork(index)
         self._cells = SharedMemory(MAX_WRITERS * CELL_BYTES)
@@ -87,8 +89,7 @@ class CudaIpcTransport(MappedTransport[_Peer]):
     def allocate(self, num_bytes: int) -> Memory:
         """Device memory."""
         self._check_open()
-        tensor = self._work.allocate(num_bytes)
-        return Memory(address=tensor.data_ptr(), num_bytes=num_bytes, keep=tensor)
+        return device_memory(self._index, num_bytes)
 
     def _describe(self, address: int, num_bytes: int) -> Descriptor:
         try:

@@ -40,6 +40,7 @@ from weft.transport.base import (
     digest_of,
 )
 from weft.transport.capabilities import CAPABILITIES
+from weft.transport.device_memory import device_memory
 from weft.transport.nixl_agents import CardAgent, divide, load, make_agents
 from weft.transport.nixl_arrivals import Announcements, Announcer
 
@@ -279,10 +280,7 @@ class NixlTransport(Transport[_Peer]):
         """Device memory."""
         if self._kind == "DRAM":
             return super().allocate(num_bytes)
-        from weft.gpu import GpuWork  # noqa: PLC0415 - torch and Triton only where there is a GPU
-
-        tensor = GpuWork(self._device_number).allocate(num_bytes)
-        return Memory(address=tensor.data_ptr(), num_bytes=num_bytes, keep=tensor)
+        return device_memory(self._device_number, num_bytes)
 
     def deregister(self, handle: Handle) -> None:
         """Undo a registration and tell NIXL."""
