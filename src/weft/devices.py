@@ -7,7 +7,7 @@ work.copy(dst, src, length)             # the same calls as weft.native, on colu
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from weft import native
@@ -23,6 +23,9 @@ class DeviceWork(Protocol):
 
     def synchronize(self) -> None:
         """Wait until all work queued on the device is done."""
+
+    def queued(self) -> Callable[[], None]:
+        """What waits for the work that the calling thread has queued on the device so far."""
 
     def copy(self, dst: Column, src: Column, length: Column, *, num_threads: int = 1) -> int:
         """Copy rows; returns the bytes copied."""

@@ -12,7 +12,7 @@ import ctypes
 import importlib
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -51,6 +51,11 @@ ALPHA, BETA, GAMMA = _KEYS[:, 0] | _ONE, _KEYS[:, 1] & ~_ONE, _KEYS[:, 2] | _ONE
 
 def synchronize() -> None:
     """Nothing is queued for CPU memory."""
+
+
+def queued() -> Callable[[], None]:
+    """The same."""
+    return synchronize
 
 
 def copy(dst: Column, src: Column, length: Column, *, num_threads: int = 1) -> int:

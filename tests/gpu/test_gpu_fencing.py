@@ -39,19 +39,19 @@ def module(tensor: Any) -> Any:
 def trainer(pipe: Any, address: str, stop_at: int) -> None:
     """Publishes versions whose every element is their number; stops itself as it writes one of them."""
     tensor = torch.zeros(NUM_ELEMENTS, device="cuda")
-    write = CudaIpcTransport._write_direct
+    write_all = CudaIpcTransport._write_all
 
-    def stopping_write(self: Any, batch: Any, tag: int, cancelled: threading.Event) -> Any:
+    def stopping_write(self: Any, writes: Any, tag: int) -> None:
         if tag == tag_of(stop_at, whole=False):
             pipe.send("stopping")
             stop_here()
-            cancelled = threading.Event()  # as if it had been stopped a moment later, inside the copy
-        written = write(self, batch, tag, cancelled)
+            for write in writes:  # as if it had been stopped a moment later, inside the copy
+                write.cancelled = threading.Event()
+        write_all(self, writes, tag)
         if tag == tag_of(stop_at, whole=False):
             pipe.send("wrote late")
-        return written
 
-    CudaIpcTransport._write_direct = stopping_write  # type: ignore[method-assign]
+    CudaIpcTransport._write_all = stopping_write  # type: ignore[method-assign]
     with Sender(address, rank=0, weights=weights_of(module(tensor)), timeout_s=WAIT_S) as sender:
         pipe.send("there")
         while (version := pipe.recv()) is not None:

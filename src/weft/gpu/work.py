@@ -113,6 +113,17 @@ class GpuWork:
         done.record(self._stream)
         return done
 
+    def queued(self) -> Callable[[], None]:
+        """What waits for the work that the calling thread has queued so far: on its current stream, and the default."""
+        streams = {torch.cuda.current_stream(self.device), torch.cuda.default_stream(self.device)}
+        events = [stream.record_event() for stream in streams]
+
+        def wait() -> None:
+            for event in events:
+                event.synchronize()
+
+        return wait
+
     def synchronize(self) -> None:
         """Wait for everything queued on the device, on any stream of this process."""
         torch.cuda.synchronize(self.device)

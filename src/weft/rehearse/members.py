@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -122,6 +122,10 @@ class StillWork:
 
     def synchronize(self) -> None:
         """Nothing is queued."""
+
+    def queued(self) -> Callable[[], None]:
+        """The same."""
+        return self.synchronize
 
     def copy(self, dst: Column, src: Column, length: Column, *, num_threads: int = 1) -> int:
         """Bytes that would be copied."""

@@ -80,8 +80,8 @@ class Client:
                 self._context.term()
             raise ConfigError(f"{member} cannot connect to {self._server}: {error.strerror}") from error
         self._alarm = Alarm()
-        self.spin_s = SPIN_S
-        """How long to poll for the next message without sleeping; may be set from any thread."""
+        self._spin_s = SPIN_S
+        """How long to poll for the next message without sleeping."""
         self._spin_until = 0.0
         self._sources: list[Any] = [
             (source, zmq.POLLIN) for source in (self._socket, self._monitor, self._alarm.descriptor)
@@ -98,13 +98,18 @@ class Client:
         """What to poll, for callers that wait for more than this channel."""
         return self._socket, self._monitor
 
+    def spin(self, spin_s: float) -> None:
+        """Poll for so long for the next message, after each, without sleeping; may be called from any thread."""
+        self._spin_s = spin_s
+        self._spin_until = min(self._spin_until, time.monotonic() + spin_s)
+
     def wake(self) -> None:
         """Make a waiting `receive` return at once; may be called from any thread."""
         self._alarm.ring()
 
     def send(self, message: Any) -> None:
         """Queue a message; it leaves as soon as the server can be reached. Never waits."""
-        self._spin_until = time.monotonic() + self.spin_s
+        self._spin_until = time.monotonic() + self._spin_s
         data = encoded(self._encoder, message, self._server, self._max_message_bytes)
         if self._backlog_bytes > MAX_BACKLOG_BYTES:
             raise ProtocolError(
@@ -154,7 +159,7 @@ class Client:
             if self._monitor in ready:
                 self._see(zmq.utils.monitor.recv_monitor_message(self._monitor))
             if self._has_arrived(ready):
-                self._spin_until = time.monotonic() + self.spin_s
+                self._spin_until = time.monotonic() + self._spin_s
                 message = self._take(self._socket.recv_multipart())
                 num_frames += 1
                 if message is not None or (num_frames >= MAX_DROPS and time.monotonic() > deadline):

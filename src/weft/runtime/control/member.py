@@ -86,6 +86,8 @@ class ControlThread:
         """What this thread is doing while it does not listen."""
         self._channel = threading.Lock()
         """Held by the thread that uses the client: this one, except while it is at work."""
+        self._has_lent = False
+        """Whether this thread is at work, and does not hold the channel."""
         self._outgoing: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"weft-{member}", daemon=True)
@@ -102,14 +104,24 @@ class ControlThread:
         return time.monotonic() - self._made
 
     def post(self, message: Any) -> None:
-        """Send a message soon, from any thread."""
+        """Send a message soon, from any thread; at once from this one, where it is handling another."""
         self._outgoing.put(message)
-        if not self._stop.is_set():
+        if self._stop.is_set():
+            return
+        if self._has_lent and threading.current_thread() is self._thread:
+            with self._channel:
+                if self._is_joined:
+                    self._send_all()
+        else:
             self._client.wake()
 
     def listen_closely(self, *, for_now: bool) -> None:
         """Whether a message is expected any moment and nothing else needs the processor."""
-        self._client.spin_s = BURST_SPIN_S if for_now else SPIN_S
+        self._client.spin(BURST_SPIN_S if for_now else SPIN_S)
+
+    def make_way(self) -> None:
+        """Another thread needs the interpreter: wait for messages asleep, until `listen_closely` is called."""
+        self._client.spin(0.0)
 
     def obstacle(self) -> str | None:
         """What currently prevents transfers, as far as is known; for the errors of waiting callers."""
@@ -246,11 +258,13 @@ class ControlThread:
     def _at_work(self, what: str) -> Iterator[None]:
         """Leave the channel to the heartbeat thread."""
         self._work, self._work_began = what, time.monotonic()
+        self._has_lent = True
         self._channel.release()
         try:
             yield
         finally:
             self._channel.acquire()
+            self._has_lent = False
             self._work, now = "", time.monotonic()
             if now - self._work_began > self.settings.beat_s:
                 self._last_heard = now  # this thread did not listen: the controller may well have answered

@@ -53,6 +53,8 @@ class Transfer:
     aborted: Decision | None = None
     """An abort that engines have not heard of, because writers have not yet said whether they wrote anything."""
     abort_deadline: float = 0.0
+    _links: tuple[list[tuple[int, WriteReports]], int, WrittenLinks] | None = None
+    """What `links` was last, and for which reports."""
 
     def begin_second_round(self, *, deadline: float, pauses: bool) -> None:
         """All trainers write once more, to the engine ranks that need the version whole; those may have to pause."""
@@ -82,7 +84,9 @@ class Transfer:
     @property
     def links(self) -> WrittenLinks:
         """All that was written."""
-        return WrittenLinks.of(self.reported)
+        if self._links is None or self._links[0] is not self.reported or self._links[1] != len(self.reported):
+            self._links = self.reported, len(self.reported), WrittenLinks.of(self.reported)
+        return self._links[2]
 
     def lateness(self, *, num_trainers: int, version_s: float) -> str:
         """What a version that is late waits for."""

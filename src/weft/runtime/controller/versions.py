@@ -553,10 +553,10 @@ class Versions:
         self.last_version_s = time.monotonic() - transfer.began
         self.last_wire_bytes, self.last_magnitude_bytes = transfer.links.total_bytes, transfer.magnitude_bytes
         log.info("version %d is served everywhere (%.1f ms)", transfer.version, self.last_version_s * 1e3)
-        self._served(transfer)
         decide = Decide(version=transfer.version, commit=True)
         for rank in self._membership.joins("trainer"):
             self._send(MemberId.trainer(rank), decide)
+        self._served(transfer)
 
     def apply(self, decision: Decision | None) -> None:
         """Tell all members what was decided."""

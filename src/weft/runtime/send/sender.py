@@ -69,9 +69,11 @@ ASK_S = 0.01
 class Publication:
     """The sender's side of one version."""
 
-    def __init__(self, version: int, why_late: Callable[[], str]) -> None:
-        """`why_late`: the end of the error of callers that have waited too long."""
-        self.version, self._why_late = version, why_late
+    def __init__(self, version: int, why_late: Callable[[], str], queued: Callable[[], None]) -> None:
+        """`why_late`: the end of the error of callers that have waited too long. `queued`: waits for the weights."""
+        self.version, self._why_late, self._queued = version, why_late, queued
+        self._is_awaited = False
+        """Whether a caller waits until it is decided, and does nothing else."""
         self._released = threading.Event()
         self._ended = threading.Event()
         """Set when nothing is being written any more; patches release the weights before that."""
@@ -163,7 +165,11 @@ class Publication:
 
         A publication that failed has ended when this raises: nothing reads the weights, and the next can be published.
         """
-        self._wait(self._decided, timeout_s, "committed everywhere")
+        self._is_awaited = True
+        try:
+            self._wait(self._decided, timeout_s, "committed everywhere")
+        finally:
+            self._is_awaited = False
 
     def _wait(self, event: threading.Event, timeout_s: float, what: str) -> None:
         deadline = time.monotonic() + timeout_s
@@ -268,6 +274,7 @@ class Sender:
 
     def publish(self, *, version: int) -> Publication:
         """Start sending a version; returns at once. The previous one must be released, but may still be in transit."""
+        queued = self._work.queued()
         with self._lock:
             if self._error is not None:
                 raise self._error
@@ -285,7 +292,7 @@ class Sender:
                     hint="call wait_released() before the next publish",
                 )
             self._last = version
-            publication = self._publications[version] = Publication(version, self._why_late)
+            publication = self._publications[version] = Publication(version, self._why_late, queued)
             earlier = [p for p in self._publications.values() if p is not publication]
             turn = self._early.take(version)
         self._begin_turn(publication, turn)
@@ -432,7 +439,7 @@ class Sender:
         left_out = self._left_out.setdefault(go.version, {})
         job = Job(go, deadline, member=self._member, on_released=publication._released.set, left_out=left_out)
         publication._begin(job)
-        self._work.synchronize()  # what the trainer queued before publishing must be in memory
+        publication._queued()  # what the trainer queued before publishing must be in memory
         self._reopen()
         assert self._program is not None
         if go.whole:
@@ -450,6 +457,7 @@ class Sender:
         written = self._report(job, sent, late_s=publication._late_s)
         publication.write_s = time.monotonic() - began
         publication._released.set()  # before any caller can hear that it is committed
+        self._control.listen_closely(for_now=publication._is_awaited)
         self._control.post(written)
 
     def _report(self, job: Job, sent: dict[int, Sent], *, late_s: float) -> Written:
@@ -529,6 +537,7 @@ class Sender:
                     self._left_out.pop(old, None)
                 if self._early.withdraw(version):
                     self._decline(version, f"{self._member} had not published it")
+                self._control.listen_closely(for_now=False)
                 publication = self._publications.get(version)
                 if commit and self._program is not None:
                     self._program.committed(version)
@@ -539,6 +548,7 @@ class Sender:
     def _go(self, version: int, message: Go) -> None:
         """A version's turn. If it was given up it is not written, and the controller is told at once."""
         self._last_begun, now = version, time.monotonic()
+        self._control.make_way()
         with self._lock:
             if self._last is None or version > self._last:
                 self._early.keep(message, now)  # it was asked for by another trainer
