@@ -239,8 +239,8 @@ def check_committed(engine: int, message: Committed, num_trainers: int) -> None:
         raise ProtocolError(f"engine {engine} reported impossible arrivals or an impossible pause")
 
 
-def check_written(trainer: int, message: Written, engines: Set[int], owed: Owed | None) -> None:
-    """Raise unless a trainer reports on what it was told to write.
+def check_written(trainer: int, message: Written, engines: Set[int], owed: Owed | None) -> bool:
+    """Raise unless a trainer reports on what it was told to write; returns whether that is exactly what it owes.
 
     `owed`: bytes to each engine; None where patches are sent, whose length is open and which may not suffice.
     """
@@ -259,6 +259,7 @@ def check_written(trainer: int, message: Written, engines: Set[int], owed: Owed 
     is_all = owed is not None and owed.is_met_by(reports) and not message.losses and owed.by_engine.keys() <= engines
     if not is_all:  # what differs from the plan is looked at link by link
         _check_links(trainer, message, engines, owed)
+    return is_all
 
 
 def _check_links(trainer: int, message: Written, engines: Set[int], owed: Owed | None) -> None:

@@ -32,6 +32,8 @@ class Transfer:
     """Trainers that were told to write and have not reported back, whether or not they have begun."""
     finished: set[int] = field(default_factory=set)
     """Trainers that have written all they owe."""
+    num_met: int = 0
+    """Trainers that report exactly what they owe."""
     reported: list[tuple[int, WriteReports]] = field(default_factory=list)
     """What trainers have written: rank, and its links."""
     magnitude_bytes: int = 0

@@ -411,7 +411,7 @@ class Versions:
             if transfer.is_decided:
                 return  # it was lost while it wrote, which aborted the version, and has joined again
             raise ProtocolError(f"trainer {trainer} has written version {version} without being told to")
-        check_written(trainer, message, transfer.asked, self._owed(trainer, transfer))
+        transfer.num_met += check_written(trainer, message, transfer.asked, self._owed(trainer, transfer))
         transfer.writers.discard(trainer)
         transfer.finished.add(trainer)
         transfer.has_bytes = True
@@ -496,7 +496,7 @@ class Versions:
             return False  # what was written has to be drained
         if self.needed_engines < self._membership.num["engine"] // self._membership.ranks_per_engine:
             return False  # with a quorum, the first ready engines would leave the others behind
-        return transfer.is_sent_whole(parts.wire_bytes)
+        return transfer.num_met == self._membership.num["trainer"] or transfer.is_sent_whole(parts.wire_bytes)
 
     def failed(self, member: MemberId, join: Join, version: int, reason: str) -> None:
         """A member cannot do its part of a version."""
