@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from weft.config import TransferSettings
 from weft.devices import CPU
 from weft.runtime.control.messages import Opened, Writer, pack
 from weft.runtime.memory import pinned
@@ -66,6 +67,11 @@ class ReachableMemory:
             self.is_behind_host, self._is_offered = is_behind_host, False
             self._use_reservation(is_behind_host)
         self._transports.pass_host(through_host)
+
+    def open_transports(self, names: Sequence[str], settings: TransferSettings) -> None:
+        """Open these; what was counted before does not count."""
+        self._transports.open(names, settings)
+        self._transports.forget_arrivals()
 
     def _use_reservation(self, is_behind_host: bool) -> None:
         """What was reserved lies beside the weights: versions that land in host memory do not need it."""

@@ -31,13 +31,12 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, Self
 
-from weft.config import DeltaPolicy, ReceiverMode
+from weft.config import DeltaPolicy
 from weft.devices import DeviceWork, device_work
-from weft.errors import ConfigError, IntegrityError, ProtocolError, TransferTimeout, TransportError, WeftError
+from weft.errors import IntegrityError, ProtocolError, TransferTimeout, TransportError, WeftError
 from weft.runtime.control.member import ControlThread, Duties
 from weft.runtime.control.messages import (
     At,
-    Blocked,
     Boundary,
     Committed,
     CutOff,
@@ -52,16 +51,16 @@ from weft.runtime.control.messages import (
     Reconnect,
     TrainerSource,
     Verify,
-    Writer,
 )
 from weft.runtime.control.security import Security, client_keys
-from weft.runtime.receive.exposure import Exposure, has_ended, named
+from weft.runtime.receive.exposure import Exposure
 from weft.runtime.receive.following import Following
 from weft.runtime.receive.landing import Landing
-from weft.runtime.receive.modes import MODES, Mode, Shadow
+from weft.runtime.receive.modes import Mode
+from weft.runtime.receive.opening import Opening, Surroundings
 from weft.runtime.receive.rank_state import Ending, RankState, Turn
 from weft.runtime.receive.reachable import ReachableMemory
-from weft.runtime.receive.reservation import OutOfReserve, Reservation
+from weft.runtime.receive.reservation import Reservation
 from weft.runtime.transports import OpenTransports
 from weft.runtime.weights import Weights
 from weft.transport.base import Endpoint, Transport
@@ -69,8 +68,6 @@ from weft.transport.host import ProcessIdentity
 
 log = logging.getLogger(__name__)
 SETTLE_LOOK_S = 0.005
-LOOK_S = 0.1
-"""How long to wait between looks at writers that were lost."""
 
 
 class Update:
@@ -137,15 +134,8 @@ class Receiver:
         self._memory = ReachableMemory(weights, self._transports, reservation)
         self._place = self._transports.place(shareable=weights.rehome is not None)
         self._exposure = Exposure(self._place)
-        self._writers: list[Writer] = []  # trainers of the present round
-        self._opening: Open | None = None
-        """A request to open that waits for lost writers, or for a commit."""
-        self._next_look = 0.0
-        self._blocked: tuple[int, str] | None = None
-        """What was reported about waiting, and in which round."""
         self._work = self._device_work(weights.device)
         self._following = Following(self._member, weights.device, self._transports, self._work)
-        self._mode: Mode = Shadow(self._work)
         self._changed = threading.Condition()
         self._state = RankState()
         self._is_idle = False
@@ -161,11 +151,26 @@ class Receiver:
         self._refusal: WeftError | None = None
         """Why there was no plan; `poll` and `wait` raise it once, and the receiver waits for other trainers."""
         self._control = ControlThread(address, self._member, self._duties(), keys)
+        around = Surroundings(
+            place=self._place,
+            changed=self._changed,
+            settings=lambda: self._control.settings,
+            post=self._control.post,
+            ask_thread=self._ask_thread,
+        )
+        self._opening = Opening(
+            self._member, self._memory, self._exposure, self._following, self._state, self._work, around
+        )
         self._control.start()
 
     def _device_work(self, device: str) -> DeviceWork:
         """What copies and digests; rehearsals have weights that must not be touched."""
         return device_work(device)
+
+    @property
+    def _mode(self) -> Mode:
+        """How versions reach the live weights."""
+        return self._opening.mode
 
     @property
     def version(self) -> int | None:
@@ -278,7 +283,7 @@ class Receiver:
         try:
             task()
         except (WeftError, MemoryError, OSError, RuntimeError) as cause:
-            self._error = error = self._cannot_open(cause)
+            self._error = error = self._opening.explained(cause)
             self._control.leave(str(error))
             if error is cause:
                 raise
@@ -345,7 +350,7 @@ class Receiver:
 
     def _pause(self, version: int) -> None:
         """With the lock held: the engine stands still, writers may write."""
-        self._exposure.offer(self._writers)
+        self._opening.expose()
         self._state.pause()
         self._pause_began = time.monotonic()
         self._control.listen_closely(for_now=True)
@@ -434,10 +439,9 @@ class Receiver:
         """A message from the controller."""
         match message:
             case Open():
-                self._opening = message
-                self._open_if_possible()
+                self._opening.begin(message)
             case CutOff(incarnations=incarnations):
-                self._cut(set(incarnations))
+                self._opening.cut(set(incarnations))
             case ReceivePlan(sources=sources):
                 self._follow_plan(sources)
             case Reconnect(endpoint=endpoint):
@@ -454,6 +458,13 @@ class Receiver:
                         self._changed.notify_all()
             case Decide():
                 self._decide(message)
+
+    def _ask_thread(self, task: Callable[[], None]) -> None:
+        """Let the engine's thread do something."""
+        with self._changed:
+            self._engine_task = task
+            self._changed.notify_all()
+        self._on_wanted(None)
 
     def _follow_plan(self, sources: Sequence[TrainerSource]) -> None:
         """Compile this rank's part of the plan."""
@@ -476,127 +487,6 @@ class Receiver:
             self._transports[endpoint.transport].connect(endpoint, [])
         except TransportError as error:
             log.warning("%s cannot return credits to %s: %s", self._member, endpoint.member, error)
-
-    def _open_if_possible(self) -> None:
-        """Open when no writer that was lost can reach the memory that will be used; otherwise look again later."""
-        message = self._opening
-        if message is None:
-            return
-        if self._state.pending is not None and not self._is_in_place:
-            return  # what was decided is laid out for the old plan: it is committed first
-        unsettled = self._exposure.unsettled(message.writers, message.settled)
-        if (unsettled or message.abandoned) and not self._keep_out(unsettled):
-            return
-        try:
-            self._open(message)
-        except (MemoryError, OSError, RuntimeError) as error:
-            if not self._memory.num_quarantined:
-                if isinstance(error, OutOfReserve):
-                    raise self._too_large(error) from error
-                raise
-            self._block(f"no memory to land in while a lost writer can still reach the old memory: {error}")
-
-    def _cannot_open(self, error: Exception) -> WeftError:
-        """What callers are told of an error while memory was opened."""
-        if isinstance(error, WeftError):
-            return error
-        if isinstance(error, OutOfReserve):
-            return self._too_large(error)
-        return TransportError(f"{self._member} cannot open memory: {type(error).__name__}: {error}")
-
-    def _too_large(self, error: OutOfReserve) -> ConfigError:
-        mode = self._control.settings.mode
-        needed = -(-error.num_bytes // 10**6)
-        less = "choose a mode that needs less (in_place, patch)"
-        if mode is not ReceiverMode.SHADOW:
-            less = "lower window_bytes or patch_share of the controller"
-        hint = f"start the engine with WEFT_RESERVE={needed}MB, or {less}"
-        return ConfigError(f"{self._member} in mode {mode}: {error}", hint=hint)
-
-    def _keep_out(self, unsettled: Sequence[Writer]) -> bool:
-        """Take memory out of the reach of lost writers; False if that has to wait."""
-        can_move = self._memory.weights.rehome is not None
-        beyond = self._exposure.beyond_reach(unsettled, moved=self._memory.is_live and can_move)
-        if beyond and self._memory.is_live:
-            self._block(f"{named(beyond)} was lost and could still write into the live weights")
-            return False
-        with self._changed:
-            if self._state.pending is not None:
-                return False  # what was decided is in that memory: it is committed first
-            self._following.end_old()
-            self._forget_coming()
-            self._memory.close_transports(beyond)
-            if self._memory.give_up(beyond):
-                self._mode.forget()
-        self._exposure.forget_all()
-        return True
-
-    def _block(self, reason: str) -> None:
-        """No version can come before lost writers have ended; the controller hears why, once."""
-        message = self._opening
-        assert message is not None
-        blocked = f"{self._member} is waiting: {reason}"
-        if self._blocked != (message.round, blocked):
-            self._blocked = message.round, blocked
-            self._control.post(Blocked(round=message.round, reason=blocked))
-        with self._changed:
-            self._state.stay_torn(reason)
-
-    def _cut(self, incarnations: set[int]) -> None:
-        """Some trainers have lost their right to write: close everything now, and open again in the next round."""
-        revoked = [writer for writer in self._writers if writer.incarnation in incarnations]
-        if not revoked:
-            return
-        self._exposure.offer(revoked)
-        self._exposure.revoke(incarnations)
-        self._following.stop()
-        self._memory.close_transports(self._exposure.beyond_reach(revoked, moved=False))
-
-    def _forget_coming(self) -> None:
-        """What is staged or in flight is overwritten from now on."""
-        self._following.stop()
-        self._following.landing = None
-        with self._changed:
-            self._state.overwrite()
-
-    def _open(self, message: Open) -> None:
-        """Open transports and prepare the memory that will be written."""
-        settings = self._control.settings
-        self._memory.pass_host(message.through_host)
-        self._transports.open(message.transports, settings)
-        self._transports.forget_arrivals()
-        self._writers = message.writers
-        self._forget_coming()
-        self._following.settings = settings
-        if not isinstance(self._mode, MODES[settings.mode]):
-            self._mode = MODES[settings.mode](self._work)
-        if settings.delta is DeltaPolicy.ON:
-            self._memory.make_room_for_patches(message.patch_bytes)
-        if self._mode.reserve(self._memory, message):
-            self._offer(message.round)
-        else:
-            self._request_thread(message)
-        self._opening = None
-
-    def _request_thread(self, message: Open) -> None:
-        """Only the engine's thread may open; the controller hears what this rank waits for."""
-        reason = f"{self._member} is waiting for its engine's thread to open memory"
-        self._control.post(Blocked(round=message.round, reason=reason, by_thread=True))
-        with self._changed:
-            self._engine_task = lambda: self._open_live(message)
-            self._changed.notify_all()
-        self._on_wanted(None)
-
-    def _offer(self, number: int) -> None:
-        """From now on a trainer may write at any time, without another message from the controller."""
-        self._exposure.offer(self._writers)
-        self._control.post(self._memory.offer(number))
-
-    def _open_live(self, message: Open) -> None:
-        """On the engine's thread: nothing runs that could look at its tensors while they move."""
-        rehome = not self._memory.is_open and "shm" in message.transports
-        self._memory.land_in_live(window_bytes=message.landing_bytes, rehome=rehome)
-        self._control.post(self._memory.offer(message.round))
 
     def _expect(self, version: int, *, whole: bool) -> None:
         """A version is coming: follow it, and in place ask the engine to pause."""
@@ -622,12 +512,12 @@ class Receiver:
         with self._changed:
             self._refusal = None
             step = self._state.hand_out(version, agrees=self._counts_steps and self._control.ranks_per_engine > 1)
+            if self._is_idle:
+                self._pause(version)  # trainers wait for this
             if step is not None:
                 self._control.post(At(version=version, step=step))
             self._on_wanted(version)  # before a waiting caller can commit it
-            if self._is_idle:
-                self._pause(version)
-            else:
+            if not self._is_idle:
                 self._changed.notify_all()
 
     def _decide(self, decision: Decide) -> None:
@@ -666,14 +556,8 @@ class Receiver:
 
     def _idle(self) -> float | None:
         """Check on lost writers, and on what has landed."""
-        again_s = self._follow_version()
-        if self._opening is None and not self._memory.num_quarantined:
-            return again_s
-        if time.monotonic() >= self._next_look:
-            self._next_look = time.monotonic() + LOOK_S
-            self._memory.release_quarantine(lambda writer: has_ended(writer, self._place))
-            self._open_if_possible()
-        return LOOK_S if again_s is None else min(again_s, LOOK_S)
+        again_s, look_s = self._follow_version(), self._opening.look()
+        return min((each for each in (again_s, look_s) if each is not None), default=None)
 
     def _follow_version(self) -> float | None:
         """Process what has landed, and report."""
