@@ -8,17 +8,19 @@ import numpy as np
 import pytest
 
 from tests.unit.test_plan import small_plan
-from weft.config import ReceiverMode, Settings
+from weft.config import DeltaPolicy, ReceiverMode, Settings
 from weft.core.case import Case, plan_case
 from weft.core.layouts.engine_layout import engine_recipe
 from weft.core.layouts.trainer_layout import trainer_layout
 from weft.core.models.catalog import load_model
 from weft.core.planner import make_plan
 from weft.core.plans.memory_cost import image_bytes, memory_cost
+from weft.core.plans.plan import Plan
 from weft.core.plans.schedule import make_schedule
 from weft.core.topology import Cluster, HostKind, Nic
 from weft.observe.trace import trace_events
 from weft.sim.costs import GatherCosts, StageCosts
+from weft.sim.queues import Journeys, serve
 from weft.sim.simulator import Barrier, Options, simulate, simulate_rank
 
 FREE = StageCosts(control_s=0.0)
@@ -202,3 +204,62 @@ def test_a_rank_alone_takes_what_a_case_of_one_pair_takes(dtype):
     engine = simulate_rank(plan, side="engine", rank=0)
     assert engine.wire_s == pytest.approx(whole.stages["receive"])
     assert engine.stages == pytest.approx({name: whole.stages[name] for name in ("verify", "commit")})
+
+
+@pytest.mark.parametrize(
+    ("num_places", "arrived", "drained"),
+    [(1, [1, 4, 7], [3, 6, 9]), (2, [1, 2, 4], [3, 5, 7]), (3, [1, 2, 3], [3, 5, 7])],
+)
+def test_a_chunk_waits_until_its_place_in_the_window_is_free(num_places, arrived, drained):
+    """Three Chunks of a second each, which take two seconds to drain."""
+    count, none = 3, np.zeros(3)
+    served = serve(
+        Journeys(
+            sender=np.zeros(count, np.int64),
+            phase=np.zeros(count, np.int64),
+            due=np.arange(count) / count,
+            share=np.full(count, 1 / count),
+            latency_s=none,
+            first=np.arange(count + 1),
+            resource=np.zeros(count, np.int64),
+            seconds=np.ones(count),
+            is_stage=np.zeros(count, bool),
+            is_gate=np.zeros(count, bool),
+            num_packets=1,
+            drain_s=np.full(count, 2.0),
+            drained_by=np.zeros(count, np.int64),
+            place_of=np.arange(count) - num_places if num_places < count else np.full(count, -1),
+        ),
+        num_slots=count,
+        opens_s=np.zeros(1),
+    )
+    assert served.arrived_s.tolist() == arrived
+    assert served.drained_s.tolist() == drained
+
+
+def windowed(mode: ReceiverMode, **settings: object) -> Plan:
+    """Everything is packed, and in place drained from windows by engines whose memory is slower than the network."""
+    nics = (Nic(gbps=400.0, devices=(0, 1, 2, 3)),)
+    host = HostKind(devices=4, nics=nics, link_gb_per_s=450, pinned_gb_per_s=55, device_gb_per_s=8.0)
+    model = load_model("qwen3-0.6b")
+    return make_plan(
+        trainer=trainer_layout(model, "fsdp4"),
+        recipe=engine_recipe(model, "tp2"),
+        topology=Cluster(name="slow memory", host=host).place(num_trainers=4, num_engines=2),
+        settings=Settings(mode=mode, transport="nixl", min_write_bytes=1 << 40, chunk_bytes=4 << 20, **settings),
+    )
+
+
+def test_a_version_through_windows_takes_as_long_as_draining():
+    plan = windowed(ReceiverMode.IN_PLACE)
+    assert (plan.links.num_slots > 0).any()
+    beside, found = (simulate(each, costs=FREE) for each in (windowed(ReceiverMode.SHADOW), plan))
+    drain_s = float(plan.rx_bytes.max()) / (plan.topology.host.device_gb_per_s * 1e9)
+    assert drain_s <= found.predicted_s <= 1.1 * drain_s
+    assert found.transfer_s > 1.5 * beside.transfer_s, "trainers wait for room"
+
+
+def test_patches_need_no_room_in_a_window():
+    plans = [windowed(mode, delta=DeltaPolicy.ON) for mode in (ReceiverMode.SHADOW, ReceiverMode.IN_PLACE)]
+    beside, found = (simulate(each, options=Options(delta_density=0.01), costs=FREE) for each in plans)
+    assert found.transfer_s == pytest.approx(beside.transfer_s, rel=0.02)

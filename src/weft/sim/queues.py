@@ -11,6 +11,9 @@ proportion to what they carry, and none is left over when the others are done.
 
 A sender has a number of slots. A Chunk takes one before its first stop and gives it back when it has arrived.
 
+A Chunk that lands in a window is drained there when it has arrived, one Chunk of a receiver at a time. A later Chunk
+that takes its place enters the network when it has been, and the sender has heard of it.
+
     served = serve(journeys, num_slots=32, opens_s=np.zeros(num_senders))
     served.arrived_s.max()
 """
@@ -27,7 +30,7 @@ from numpy.typing import NDArray
 from weft.core.geometry.boxes import Ints
 
 Floats = NDArray[np.float64]
-_SLOT_FREE, _ARRIVAL, _RESOURCE_FREE = range(3)
+_SLOT_FREE, _LANDED, _DRAINED, _ARRIVAL, _RESOURCE_FREE = range(5)
 """Kinds of events; at the same time they are handled in this order."""
 
 
@@ -57,6 +60,12 @@ class Journeys:
     """Of each stop: whether the next phase opens only when it, and all its like in this phase, have ended."""
     num_packets: int
     """Of each Chunk."""
+    drain_s: Floats
+    """Of each Chunk: how long its receiver needs to drain it; 0: it does not land in a window."""
+    drained_by: Ints
+    """Of each Chunk: its receiver."""
+    place_of: Ints
+    """Of each Chunk: an earlier one whose place in the window it takes; -1: none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,13 +76,17 @@ class Served:
     """When each stop began."""
     arrived_s: Floats
     """When the last byte of each Chunk arrived."""
+    drained_s: Floats
+    """When each Chunk had been drained; those that need not be, when they had arrived."""
 
 
 def serve(journeys: Journeys, *, num_slots: int, opens_s: Floats) -> Served:
     """Run until every Chunk has arrived. Sender s starts at `opens_s[s]`."""
     loop = _Loop(journeys, num_slots, opens_s)
     loop.run()
-    return Served(begin_s=np.array(loop.begin_s), arrived_s=np.array(loop.end_s))
+    return Served(
+        begin_s=np.array(loop.begin_s), arrived_s=np.array(loop.end_s), drained_s=np.maximum(loop.end_s, loop.drained_s)
+    )
 
 
 class _Loop:
@@ -105,6 +118,12 @@ class _Loop:
         self._waiting: list[deque[int]] = [deque() for _ in opens_s]
         for chunk, sender in enumerate(self._sender):
             self._waiting[sender].append(chunk)
+        self._drain_s, self._drained_by = journeys.drain_s.tolist(), journeys.drained_by.tolist()
+        self._drainer_free_s = [0.0] * (int(journeys.drained_by.max(initial=0)) + 1)
+        self._place_of = journeys.place_of.tolist()
+        self._held: dict[int, tuple[float, int]] = {}
+        """Chunk that has to be drained → since when its successor waits, and before which stop."""
+        self.drained_s = [np.inf if lasts_s else 0.0 for lasts_s in self._drain_s]
         num_phases = int(journeys.phase.max(initial=0)) + 1
         self._open_phase, self._gate_s = 0, 0.0
         self._gates = np.bincount(journeys.phase[chunk_of][journeys.is_gate], minlength=num_phases).tolist()
@@ -121,6 +140,10 @@ class _Loop:
             elif kind == _RESOURCE_FREE:
                 _, stop, packet = heapq.heappop(queues[which])
                 self._begin(now, stop, packet)
+            elif kind == _LANDED:
+                self._drain(now, which)
+            elif kind == _DRAINED:
+                self._make_room(now, which)
             else:
                 self._slots[which] += 1
                 self._admit(which, now)
@@ -151,6 +174,8 @@ class _Loop:
             if not self._left[chunk]:
                 self.end_s[chunk] += self._latency[chunk]
                 heapq.heappush(self._events, (self.end_s[chunk], _SLOT_FREE, self._sender[chunk], 0))
+                if self._drain_s[chunk]:
+                    heapq.heappush(self._events, (self.end_s[chunk], _LANDED, chunk, 0))
         elif self._is_stage[stop]:
             self._enter(end, following)
         else:
@@ -158,8 +183,26 @@ class _Loop:
         if self._is_gate[stop] and (self._is_stage[stop] or not self._left[chunk]):
             self._pass_gate(self._phase[chunk], self.end_s[chunk])
 
+    def _drain(self, now: float, chunk: int) -> None:
+        """A Chunk has landed in a window."""
+        receiver = self._drained_by[chunk]
+        end = self._drainer_free_s[receiver] = max(now, self._drainer_free_s[receiver]) + self._drain_s[chunk]
+        heapq.heappush(self._events, (end, _DRAINED, chunk, 0))
+
+    def _make_room(self, now: float, chunk: int) -> None:
+        """A Chunk has been drained: the one that takes its place may come when its sender hears of it."""
+        self.drained_s[chunk] = now
+        held = self._held.pop(chunk, None)
+        if held is not None:
+            since, stop = held
+            self._enter(max(since, now + self._latency[chunk]), stop)
+
     def _enter(self, now: float, stop: int) -> None:
-        """A Chunk reaches a stage, or the network with all its packets."""
+        """A Chunk reaches a stage, or the network with all its packets, as soon as there is room for it."""
+        before = self._place_of[self._chunk_of[stop]]
+        if before >= 0 and not self._is_stage[stop] and self.drained_s[before] == np.inf:
+            self._held[before] = now, stop
+            return
         for packet in range(self._packets[stop]):
             heapq.heappush(self._events, (now, _ARRIVAL, stop, packet))
 

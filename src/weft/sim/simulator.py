@@ -120,7 +120,8 @@ def simulate(
     plan = options.applied_to(plan)
     chunk_bytes = 0 if _is_small(plan) else plan.total_bytes // MAX_CHUNKS
     schedule = make_schedule(plan, phase_of_row=phase_of_row, chunk_bytes=chunk_bytes)
-    return _SimulatedUpdate(plan, schedule, options, costs, prepare).prediction(Recorder() if record else None)
+    update = _SimulatedUpdate(plan, schedule, options, costs, prepare, has_windows=not chunk_bytes)
+    return update.prediction(Recorder() if record else None)
 
 
 def _is_small(plan: Plan) -> bool:
@@ -171,7 +172,10 @@ class _SimulatedUpdate:
         options: Options,
         costs: StageCosts,
         prepare: list[Prepare] | None,
+        *,
+        has_windows: bool = True,
     ) -> None:
+        """`has_windows`: whether Chunks are small enough for engines' windows."""
         topology = plan.topology
         self._plan, self._schedule, self._options, self._costs = plan, schedule, options, costs
         reached = topology.nic.efficiency
@@ -179,12 +183,34 @@ class _SimulatedUpdate:
         self._rx_rate = topology.port_rate(topology.port_of(topology.engine_device)) * reached
         self._copy_rate = topology.host.device_gb_per_s * 1e9
         self._sent_ratio = _sent_ratio(plan, options.delta_density)
+        self._is_drained = self._lands_in_window() & (has_windows and options.delta_density is None)
+        """Chunks that land in a window; patches do not."""
         self._amax_s = _amax_s(plan, self._copy_rate, costs)
         num_phases = int(schedule.phase.max(initial=0)) + 1
         self._work = prepare or [self._own_work()] * num_phases
         stages = self._stage_kinds()
         self._num_stages = len(stages)
         self._kinds = stages + self._network_kinds()
+
+    def _lands_in_window(self) -> NDArray[np.bool_]:
+        """Chunks that are packed, on links with a window."""
+        schedule = self._schedule
+        num_slots = self._plan.links.num_slots[schedule.sender, schedule.receiver]
+        return (schedule.packed_bytes > 0) & (num_slots > 0)
+
+    def _place_of(self) -> Ints:
+        """The Chunk whose place in the window each one takes: so many before it on its link as there are places."""
+        schedule, links = self._schedule, self._plan.links
+        place_of = np.full(schedule.num_chunks, -1, dtype=np.int64)
+        drained = np.flatnonzero(self._is_drained)
+        pair = schedule.sender[drained] * self._plan.topology.num_engines + schedule.receiver[drained]
+        order = np.argsort(pair, kind="stable")
+        drained, pair = drained[order], pair[order]
+        num_slots = links.num_slots[schedule.sender[drained], schedule.receiver[drained]]
+        earlier = np.arange(len(drained)) - num_slots
+        has_earlier = (earlier >= 0) & (pair[np.maximum(earlier, 0)] == pair)
+        place_of[drained[has_earlier]] = drained[earlier[has_earlier]]
+        return place_of
 
     def _own_work(self) -> Prepare:
         """weft's own work: every weight that is sent is read from host memory once; nothing is gathered."""
@@ -273,6 +299,9 @@ class _SimulatedUpdate:
             is_stage=column < self._num_stages,
             is_gate=is_gate,
             num_packets=num_packets,
+            drain_s=np.where(self._is_drained, schedule.num_bytes / self._copy_rate, 0.0),
+            drained_by=schedule.receiver,
+            place_of=self._place_of(),
         )
 
     def prediction(self, recorder: Recorder | None) -> Prediction:
@@ -283,12 +312,13 @@ class _SimulatedUpdate:
         opens_s = np.asarray(golden * options.skew_s + costs.control_s + self._amax_s, dtype=np.float64)
         served = serve(journeys, num_slots=self._schedule.num_slots, opens_s=opens_s)
         transfer_s = float(served.arrived_s.max(initial=0.0))
-        verify_s, commit_s = self._after_transfer(float(plan.rx_bytes.max()) if plan.num_routes else 0.0)
+        landed_s = float(served.drained_s.max(initial=0.0))
+        verify_s, commit_s = self._after_transfer(plan.rx_bytes, self._drained_bytes)
         control_s = costs.control_s * (costs.num_control_rounds - 1)
-        predicted_s = transfer_s + verify_s + commit_s + control_s
+        predicted_s = landed_s + verify_s + commit_s + control_s
         if recorder is not None:
             self._record_chunks(recorder, journeys, served)
-            self._record_commit(recorder, transfer_s, verify_s, commit_s)
+            self._record_commit(recorder, landed_s, verify_s, commit_s)
         return Prediction(
             predicted_s=predicted_s,
             transfer_s=transfer_s,
@@ -316,17 +346,28 @@ class _SimulatedUpdate:
 
     def of_engine(self, rank: int) -> RankPrediction:
         """What an engine rank does when everything has arrived, and when it has committed."""
-        verify_s, commit_s = self._after_transfer(float(self._plan.rx_bytes[rank]))
+        verify_s, commit_s = self._after_transfer(self._plan.rx_bytes[[rank]], self._drained_bytes[[rank]])
         entries = ("rx", "link in")
         wire_s = sum(float(kind.seconds.sum()) for kind in self._kinds[self._num_stages :] if kind.name in entries)
         return RankPrediction(
             stages={"verify": verify_s, "commit": commit_s}, wire_s=wire_s, predicted_s=wire_s + verify_s + commit_s
         )
 
-    def _after_transfer(self, largest: float) -> tuple[float, float]:
-        """Seconds of verification and of the commit on an engine rank that receives these many bytes."""
+    @property
+    def _drained_bytes(self) -> NDArray[np.int64]:
+        """What every engine rank drains from its window."""
+        schedule, num_engines = self._schedule, self._plan.topology.num_engines
+        drained = np.bincount(schedule.receiver, schedule.num_bytes * self._is_drained, minlength=num_engines)
+        return drained.astype(np.int64)
+
+    def _after_transfer(self, received: Ints, drained: Ints) -> tuple[float, float]:
+        """Seconds of verification and of the commit on the slowest of some engine ranks, from their bytes.
+
+        What is drained is digested on the way.
+        """
         plan, costs, mode = self._plan, self._costs, self._plan.settings.mode
-        verify_s = largest * self._sent_ratio / (self._copy_rate * costs.digest_of_copy)
+        largest, left = (float(num_bytes.max(initial=0)) for num_bytes in (received, received - drained))
+        verify_s = left * self._sent_ratio / (self._copy_rate * costs.digest_of_copy)
         apply_s = largest * _apply_ratio(plan, self._options.delta_density) / (self._copy_rate * costs.apply_of_copy)
         if self._options.delta_density is not None and mode is not ReceiverMode.PATCH:
             verify_s += apply_s  # patches are applied to staged, or paused, weights before the commit
@@ -375,11 +416,11 @@ class _SimulatedUpdate:
                 peer=f"engine {int(schedule.receiver[chunk])}",
             )
 
-    def _record_commit(self, recorder: Recorder, transfer_s: float, verify_s: float, commit_s: float) -> None:
+    def _record_commit(self, recorder: Recorder, landed_s: float, verify_s: float, commit_s: float) -> None:
         for engine in range(self._plan.topology.num_engines):
             member = f"engine {engine}"
-            verified = transfer_s + verify_s
-            recorder.span("verify", member=member, lane="main", start_s=transfer_s, end_s=verified)
+            verified = landed_s + verify_s
+            recorder.span("verify", member=member, lane="main", start_s=landed_s, end_s=verified)
             recorder.span("commit", member=member, lane="main", start_s=verified, end_s=verified + commit_s)
 
 
