@@ -13,6 +13,7 @@ import pytest
 
 from tests.support.arena import Arena
 from weft.runtime.weights import Part, Weights
+from weft.transport.base import ordinary_memory
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
@@ -20,6 +21,7 @@ if torch.cuda.is_available():
     pytest.skip("tests/gpu has the same with a GPU", allow_module_level=True)
 
 import weft.gpu  # noqa: E402
+import weft.runtime.memory  # noqa: E402
 from tests.support.interpreted import InterpretedWork  # noqa: E402
 
 SHAPE, NUM_TRAINERS = (96, 40), 2
@@ -74,6 +76,8 @@ class Interpreted(InterpretedWork):
 def _interpreter(monkeypatch):
     monkeypatch.setattr(weft.gpu, "GpuWork", Interpreted)
     monkeypatch.setattr(weft.gpu, "Pin", RecordedPin)
+    monkeypatch.setattr(weft.runtime.memory, "device_memory", lambda index, num_bytes: ordinary_memory(num_bytes))
+    weft.runtime.memory._bringing.cache_clear()
     monkeypatch.setattr(weft.gpu, "pinned_memory", lambda num_bytes: torch.zeros(num_bytes, dtype=torch.uint8))
     RecordedPin.pinned.clear()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -33,6 +33,9 @@ class InterpretedWork(GpuWork):
 
     def synchronize(self) -> None:
         pass
+
+    def queued(self) -> Callable[[], None]:
+        return self.synchronize
 
     def marker(self) -> Any:
         """What was queued is done."""
