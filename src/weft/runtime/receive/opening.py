@@ -33,7 +33,7 @@ LOOK_S = 0.1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Surroundings:
+class OpenerContext:
     """What opening needs of the receiver."""
 
     place: Place
@@ -46,7 +46,7 @@ class Surroundings:
     """Lets the engine's thread do something."""
 
 
-class Opening:
+class MemoryOpener:
     """What one engine rank has open, and for whom."""
 
     def __init__(
@@ -57,7 +57,7 @@ class Opening:
         following: Following,
         state: RankState,
         work: DeviceWork,
-        around: Surroundings,
+        around: OpenerContext,
     ) -> None:
         self._member, self._memory, self._exposure = member, memory, exposure
         self._following, self._state, self._work, self._around = following, state, work, around

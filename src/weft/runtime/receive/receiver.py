@@ -57,7 +57,7 @@ from weft.runtime.receive.exposure import Exposure
 from weft.runtime.receive.following import Following
 from weft.runtime.receive.landing import Landing
 from weft.runtime.receive.modes import Mode
-from weft.runtime.receive.opening import Opening, Surroundings
+from weft.runtime.receive.opening import MemoryOpener, OpenerContext
 from weft.runtime.receive.rank_state import Ending, RankState, Turn
 from weft.runtime.receive.reachable import ReachableMemory
 from weft.runtime.receive.reservation import Reservation
@@ -151,14 +151,14 @@ class Receiver:
         self._refusal: WeftError | None = None
         """Why there was no plan; `poll` and `wait` raise it once, and the receiver waits for other trainers."""
         self._control = ControlThread(address, self._member, self._duties(), keys)
-        around = Surroundings(
+        around = OpenerContext(
             place=self._place,
             changed=self._changed,
             settings=lambda: self._control.settings,
             post=self._control.post,
             ask_thread=self._ask_thread,
         )
-        self._opening = Opening(
+        self._opening = MemoryOpener(
             self._member, self._memory, self._exposure, self._following, self._state, self._work, around
         )
         self._control.start()
